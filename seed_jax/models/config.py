@@ -31,6 +31,7 @@ class ModelConfig:
   bos_id: int | None = None
   eos_id: int | None = None
   pad_id: int | None = None
+  num_valid_tokens: int | None = None  # the tokenizer's, where the embedding table is padded beyond it
   dtype: str = "float32"  # of the matmuls; norms, softmax and logits stay float32
   scan_layers: bool = False  # lax.scan over layers (accelerators) or an unrolled loop (CPU: 2.4-3x faster decode)
 

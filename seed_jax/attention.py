@@ -1,0 +1,75 @@
+"""Attention with segment ids, over rows of packed samples or over a slot cache.
+
+Shapes: B rows (or slots), T query tokens, S key/value positions, N query heads, K key/value heads, G = N/K, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from seed_jax.sharding import ROWS
+
+MASKED = -1e30  # finite, so that a row without any visible key gives a uniform softmax and no NaN
+
+
+class LayerCache(NamedTuple):
+  """Keys and values of one layer, [B, K, S, H]: heads before positions, so that decode reads a head's positions in one piece."""
+
+  k: jax.Array
+  v: jax.Array
+
+
+def packed_mask(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+  """[B, T, T] boolean: a token sees its own segment up to itself; segment 0 is padding and sees nothing."""
+  same = segment_ids[:, :, None] == segment_ids[:, None, :]
+  earlier = positions[:, :, None] >= positions[:, None, :]
+  return same & earlier & (segment_ids[:, :, None] > 0)
+
+
+def cache_mask(positions: jax.Array, capacity: int) -> jax.Array:
+  """[B, T, S] boolean: position p of a slot is stored at index p, so a query sees indices up to its own position."""
+  return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+  """softmax(q k^T / sqrt(H) + mask) v with grouped queries: q [B, T, N, H], k and v [B, K, S, H], mask [B, T, S] -> [B, T, N, H].
+
+  Scores and softmax are float32: in bfloat16 the sum over a few thousand keys is off by whole percents.
+  """
+  B, T, N, H = q.shape
+  K, S = k.shape[1], k.shape[2]
+  assert k.shape == v.shape == (B, K, S, H) and mask.shape == (B, T, S), (q.shape, k.shape, v.shape, mask.shape)
+  G = N // K
+  rows = ROWS[0]
+  # [B, K, G*T, H]: one plain batched matmul per row and key/value head, the fastest form on a CPU
+  q = jax.lax.reshape(q, (B, T, K, G, H), out_sharding=P(rows, None, "tp", None, None))
+  q = q.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+  scores = jnp.einsum("bkxh,bksh->bkxs", q * H**-0.5, k, preferred_element_type=jnp.float32)
+  scores = jnp.where(mask[:, None, None], scores.reshape(B, K, G, T, S), MASKED)
+  weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, G * T, S).astype(v.dtype)
+  out = jnp.einsum("bkxs,bksh->bkxh", weights, v)
+  out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
+  return jax.lax.reshape(out, (B, T, N, H), out_sharding=P(rows, None, "tp", None))
+
+
+def append(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:
+  """Writes k and v [B, T, K, H] at each slot's positions [B, T]; a position at or above the capacity is dropped."""
+
+  def write(row, new, at):  # [K, S, H], [T, K, H], [T]
+    return row.at[:, at].set(new.swapaxes(0, 1).astype(row.dtype), mode="drop")
+
+  return LayerCache(_rowwise(write)(cache.k, k, positions), _rowwise(write)(cache.v, v, positions))
+
+
+def _rowwise(function):
+  """vmap over rows, with the indexing left to the compiler's own partitioner: rows never talk to each other."""
+  batched = jax.vmap(function)
+
+  def call(row, new, at):
+    return jax.sharding.auto_axes(batched, out_sharding=jax.typeof(row).sharding.spec)(row, new, at)
+
+  return call

@@ -1,0 +1,148 @@
+"""One decoder for Qwen2/2.5, Qwen3 and Llama (SmolLM2): plain functions over a dictionary of arrays.
+
+Shapes: B rows, T tokens, D model, N query heads, K key/value heads, H head size, F feed-forward, V vocabulary, L layers, R response tokens.
+The parameter tree is written down in `init`. Parameters are stored under `sharding.param_specs`; each layer gathers its own over `fsdp`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from seed_jax import attention, ops, sharding
+from seed_jax.models.config import ModelConfig
+
+ROWS = sharding.ROWS[0]
+
+
+def init(key: jax.Array, config: ModelConfig) -> dict:
+  """Random float32 parameters: truncated normals of deviation 1/sqrt(fan in), residual outputs smaller by 1/sqrt(2L)."""
+  c = config
+  L, D, N, K, H, F, V = c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size
+  keys = iter(jax.random.split(key, 16))
+
+  def normal(shape, fan_in, scale=1.0):
+    return jax.random.truncated_normal(next(keys), -3.0, 3.0, shape, jnp.float32) * (scale * fan_in**-0.5)
+
+  residual = (2 * L) ** -0.5
+  layers = {
+    "attn_norm": jnp.ones((L, D)),
+    "q": normal((L, D, N, H), D),
+    "k": normal((L, D, K, H), D),
+    "v": normal((L, D, K, H), D),
+    "o": normal((L, N, H, D), N * H, residual),
+    "mlp_norm": jnp.ones((L, D)),
+    "gate": normal((L, D, F), D),
+    "up": normal((L, D, F), D),
+    "down": normal((L, F, D), F, residual),
+  }
+  if c.qkv_bias:
+    layers |= {"q_bias": jnp.zeros((L, N, H)), "k_bias": jnp.zeros((L, K, H)), "v_bias": jnp.zeros((L, K, H))}
+  if c.qk_norm:
+    layers |= {"q_norm": jnp.ones((L, H)), "k_norm": jnp.ones((L, H))}
+  params = {"embed": normal((V, D), D), "layers": layers, "final_norm": jnp.ones((D,))}
+  if not c.tie_embeddings:
+    params["head"] = normal((D, V), D)
+  return params
+
+
+def forward(params: dict, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, config: ModelConfig, *, cache=None):
+  """Final hidden states of tokens [B, T] at positions [B, T].
+
+  Without a cache: rows of packed samples, segment_ids [B, T] (0 is padding) -> [B, T, D].
+  With a cache (a tuple of L `attention.LayerCache`): tokens continue the slots, position p is stored at index p, positions at or above the
+  capacity mark padding -> ([B, T, D], new cache).
+  """
+  B, T = tokens.shape
+  assert positions.shape == (B, T), (tokens.shape, positions.shape)
+  x = _embed(params, tokens, config)
+  angles = ops.rope_angles(positions, config.head_dim, config.rope_theta)
+  if cache is None:
+    mask = attention.packed_mask(positions, segment_ids)
+  else:
+    mask = attention.cache_mask(positions, cache[0].k.shape[2])
+  specs = jax.tree.map(lambda s: P(*s[1:]), sharding.param_specs(params)["layers"], is_leaf=lambda s: isinstance(s, P))
+
+  def layer(x, weights, layer_cache):
+    weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
+    with jax.named_scope("attention"):
+      out, layer_cache = _attention(
+        ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps), weights, angles, positions, mask, layer_cache, config
+      )
+      x = x + out
+    with jax.named_scope("mlp"):
+      x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights)
+    return x, layer_cache
+
+  if config.scan_layers:
+    stacked = None if cache is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache)
+    x, new = jax.lax.scan(lambda x, xs: layer(x, *xs), x, (params["layers"], stacked))
+    caches = None if cache is None else tuple(jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(config.num_layers))
+  else:
+    caches = []
+    for i in range(config.num_layers):
+      x, layer_cache = layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), None if cache is None else cache[i])
+      caches.append(layer_cache)
+    caches = tuple(caches)
+  x = ops.rms_norm(x, params["final_norm"], config.rms_norm_eps)
+  return x if cache is None else (x, caches)
+
+
+def head(params: dict) -> jax.Array:
+  """The output matrix [D, V], gathered over `fsdp`, its vocabulary over `tp`."""
+  if "head" in params:
+    return jax.sharding.reshard(params["head"], P(None, "tp"))
+  return jax.sharding.reshard(params["embed"], P("tp", None)).T
+
+
+def logits_at(params: dict, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+  """float32 logits [..., V] of hidden states [..., D]; rows of a padded vocabulary at -inf."""
+  x = jnp.einsum("...d,dv->...v", hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+  return ops.mask_padded_vocab(x, config.num_valid_tokens)
+
+
+def logits(params: dict, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+  """[B, T, V] float32 logits of plain, right-padded causal input; for parity checks and small inputs."""
+  with sharding.ensure_mesh():
+    return _logits(params, jnp.asarray(tokens), config)
+
+
+@jax.jit(static_argnames="config")
+def _logits(params, tokens, config):
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return logits_at(params, forward(params, tokens, positions, jnp.ones_like(tokens), config), config)
+
+
+def gather_positions(hidden: jax.Array, index: jax.Array) -> jax.Array:
+  """hidden [B, T, D] at columns index [B, R] -> [B, R, D]; each row picks from itself."""
+  pick = jax.vmap(lambda h, i: h[i])
+  return jax.sharding.auto_axes(pick, out_sharding=P(ROWS, None, None))(hidden, index)
+
+
+def _embed(params, tokens, config):
+  table = jax.sharding.reshard(params["embed"], P(None, None))
+  return table.at[tokens].get(out_sharding=P(ROWS, None, None)).astype(config.dtype)
+
+
+def _attention(x, w, angles, positions, mask, cache, config):
+  q = jnp.einsum("btd,dnh->btnh", x, w["q"])
+  k = jnp.einsum("btd,dkh->btkh", x, w["k"])
+  v = jnp.einsum("btd,dkh->btkh", x, w["v"])
+  if config.qkv_bias:
+    q, k, v = q + w["q_bias"], k + w["k_bias"], v + w["v_bias"]
+  if config.qk_norm:
+    q = ops.rms_norm(q, w["q_norm"], config.rms_norm_eps)
+    k = ops.rms_norm(k, w["k_norm"], config.rms_norm_eps)
+  q, k = ops.apply_rope(q, *angles), ops.apply_rope(k, *angles)
+  if cache is None:
+    out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+  else:
+    cache = attention.append(cache, k, v, positions)
+    out = attention.attend(q, cache.k, cache.v, mask)
+  return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
+
+
+def _mlp(x, w):
+  hidden = jax.nn.silu(jnp.einsum("btd,df->btf", x, w["gate"])) * jnp.einsum("btd,df->btf", x, w["up"])
+  return jnp.einsum("btf,fd->btd", hidden, w["down"], out_sharding=P(ROWS, None, None))

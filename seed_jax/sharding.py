@@ -1,0 +1,144 @@
+"""One mesh, one table from logical axes to mesh axes, and the specs that follow from it.
+
+The mesh has the axes `data` (replicas), `fsdp` (parameters are stored sharded and gathered layer by layer) and `tp` (tensor parallel). It always
+exists: on a laptop it is 1x1x1. Axis types are Explicit, so every array carries its sharding in its type and a gradient has its parameter's spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "tp")
+
+# The table. Logical axis -> mesh axes, for arrays as they are stored.
+TABLE: dict[str, str | tuple[str, ...] | None] = {
+  "rows": ("data", "fsdp"),  # B, S: batch rows and slots
+  "tokens": None,  # T, R
+  "vocab": "tp",  # V
+  "model": "fsdp",  # D of a parameter; of an activation it is whole
+  "heads": "tp",  # N, K
+  "head_size": None,  # H
+  "feed_forward": "tp",  # F
+  "layers": None,  # L
+  "replicated": None,
+}
+
+ROWS = P(("data", "fsdp"))  # [B, ...]: rows over both data axes
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A (data, fsdp, tp) mesh of explicit axes over `devices` (default: the first data*fsdp*tp of this job).
+
+  Raises ValueError if there are fewer devices than the product.
+  """
+  need = data * fsdp * tp
+  devices = jax.devices() if devices is None else list(devices)
+  if len(devices) < need:
+    raise ValueError(f"mesh {data}x{fsdp}x{tp} (data, fsdp, tp) needs {need} devices; this job has {len(devices)}")
+  return jax.make_mesh((data, fsdp, tp), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:need])
+
+
+@contextlib.contextmanager
+def ensure_mesh():
+  """The mesh in force, or, where the caller set none, one of a single device: library calls work without ceremony."""
+  if jax.sharding.get_abstract_mesh().empty:
+    with jax.set_mesh(make_mesh()):
+      yield
+  else:
+    yield
+
+
+def spec(*logical: str, table: dict | None = None) -> P:
+  """PartitionSpec of an array whose dimensions have these logical names; a mesh axis used twice raises ValueError."""
+  table = TABLE if table is None else table
+  unknown = [name for name in logical if name not in table]
+  if unknown:
+    raise ValueError(f"unknown logical axes {unknown}; known: {sorted(table)}")
+  axes = [table[name] for name in logical]
+  flat = [a for axis in axes for a in ((axis,) if isinstance(axis, str) else axis or ())]
+  if len(flat) != len(set(flat)):
+    raise ValueError(f"logical axes {logical} map to {axes}: a mesh axis occurs twice")
+  return P(*axes)
+
+
+def param_axes(params) -> dict:
+  """Tree of logical axis names for a decoder's parameter tree (see models/config.py for the shapes)."""
+  layer = {
+    "attn_norm": ("layers", "replicated"),
+    "mlp_norm": ("layers", "replicated"),
+    "q": ("layers", "model", "heads", "head_size"),
+    "k": ("layers", "model", "heads", "head_size"),
+    "v": ("layers", "model", "heads", "head_size"),
+    "o": ("layers", "heads", "head_size", "model"),
+    "q_bias": ("layers", "heads", "head_size"),
+    "k_bias": ("layers", "heads", "head_size"),
+    "v_bias": ("layers", "heads", "head_size"),
+    "q_norm": ("layers", "replicated"),
+    "k_norm": ("layers", "replicated"),
+    "gate": ("layers", "model", "feed_forward"),
+    "up": ("layers", "model", "feed_forward"),
+    "down": ("layers", "feed_forward", "model"),
+  }
+  top = {"embed": ("vocab", "model"), "final_norm": ("replicated",), "head": ("model", "vocab")}
+  axes = {name: top[name] for name in params if name != "layers"}
+  return axes | {"layers": {name: layer[name] for name in params["layers"]}}
+
+
+def param_specs(params) -> dict:
+  """Tree of PartitionSpecs with which the parameters are stored."""
+  return jax.tree.map(lambda axes: spec(*axes), param_axes(params), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def check_divisible(params, mesh: Mesh) -> None:
+  """Raises ValueError, with the numbers, where a dimension of a parameter does not divide over its mesh axes."""
+
+  def check(path, leaf, axes):
+    for size, name in zip(leaf.shape, axes, strict=True):
+      mesh_axes = TABLE[name] or ()
+      mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+      parts = math.prod(mesh.shape[a] for a in mesh_axes)
+      if size % parts:
+        where = "/".join(str(getattr(p, "key", p)) for p in path)
+        raise ValueError(f"{where} {tuple(leaf.shape)}: {name}={size} does not divide over {mesh_axes}={parts}; choose a smaller mesh axis")
+
+  jax.tree_util.tree_map_with_path(check, params, param_axes(params))
+
+
+def gathered(spec_: P) -> P:
+  """The spec under which a stored parameter is computed with: the `fsdp` axis is gathered, `tp` stays."""
+  return P(*(None if axis == "fsdp" else axis for axis in spec_))
+
+
+def put_params(params, mesh: Mesh):
+  """Parameters (numpy or jax) on the mesh under their stored specs."""
+  check_divisible(params, mesh)
+  return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, param_specs(params))
+
+
+def put_rows(tree, mesh: Mesh, axis: int = 0):
+  """Host arrays on the mesh, dimension `axis` (rows) over the data axes, everything else whole."""
+  lead = P(*([None] * axis), *ROWS)
+  return jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(mesh, lead)), tree)
+
+
+def put_replicated(tree, mesh: Mesh):
+  """Host arrays on every device of the mesh."""
+  return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
+
+
+def num_row_shards(mesh: Mesh) -> int:
+  """Batches have a multiple of this many rows."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicate(x: jax.Array) -> jax.Array:
+  """Inside jit: the same value, whole on every device."""
+  return jax.sharding.reshard(x, P(*([None] * jnp.ndim(x))))
