@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Lint and tests, with their own set-up. Extra arguments go to pytest, from any folder:
+#
+#   bash launch/test.sh                              everything
+#   bash launch/test.sh tests/losses_test.py -k opd  a part of it
+#   bash launch/test.sh --cov                        with coverage
+#
+# PYTHON= chooses the interpreter, VENV= the environment's folder (see common.sh).
+set -euo pipefail
+# shellcheck source=launch/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+prepare dev alfworld smollm2
+cd "$ROOT"
+
+# Lint and tests both run, so that one call tells everything that is wrong.
+lint=0
+"$RUNNER" -m ruff check . || lint=1
+"$RUNNER" -m ruff format --check . || lint=1
+
+code=0
+"$RUNNER" -m pytest "$@" || code=$?
+[ "$lint" -eq 0 ] || say "ruff found something to mend (above)"
+[ "$code" -ne 0 ] || code=$lint
+exit "$code"
