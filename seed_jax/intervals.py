@@ -1,0 +1,119 @@
+"""How sure a success rate is: intervals for one rate, a difference, a macro average, and the summary of an evaluation.
+
+Pure numpy. Rates are fractions in [0, 1]; `confidence=0.95` everywhere means a two-sided 95 % interval.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def wilson_interval(successes: float, total: int, *, confidence: float = 0.95) -> tuple[float, float]:
+  """Wilson's score interval of a rate: the p with |successes/total - p| <= z sqrt(p (1 - p) / total).
+
+  Holds near 0 and 1 and for small totals, where the normal interval fails. Nothing tried gives (0, 1).
+  Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, 1927.
+
+  Raises:
+    ValueError: successes outside [0, total].
+  """
+  if not 0 <= successes <= total:
+    raise ValueError(f"{successes} successes of {total} episodes")
+  if total == 0:
+    return 0.0, 1.0
+  z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+  rate = successes / total
+  center = rate + z * z / (2 * total)
+  half = z * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
+  scale = 1 + z * z / total
+  return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
+
+
+def difference_interval(
+  successes: float, total: int, base_successes: float, base_total: int, *, confidence: float = 0.95
+) -> tuple[float, float, float]:
+  """(difference, low, high) of two independent rates: Newcombe's hybrid of the two Wilson intervals.
+
+  For two evaluations on the same tasks `paired_difference` is sharper. Source: R. G. Newcombe, Interval estimation for
+  the difference between independent proportions, 1998, method 10.
+  """
+  if total == 0 or base_total == 0:
+    return 0.0, -1.0, 1.0
+  rate, base_rate = successes / total, base_successes / base_total
+  low, high = wilson_interval(successes, total, confidence=confidence)
+  base_low, base_high = wilson_interval(base_successes, base_total, confidence=confidence)
+  difference = rate - base_rate
+  return (
+    difference,
+    difference - math.hypot(rate - low, base_high - base_rate),
+    difference + math.hypot(high - rate, base_rate - base_low),
+  )
+
+
+def paired_difference(
+  after: Sequence[float], before: Sequence[float], *, confidence: float = 0.95, samples: int = 10_000, seed: int = 0
+) -> tuple[float, float, float]:
+  """(mean of after - before, low, high): a percentile bootstrap over tasks; entry i of both is the same task.
+
+  Raises:
+    ValueError: not the same number of tasks, or none.
+  """
+  if len(after) != len(before) or not len(after):
+    raise ValueError(f"a paired difference needs the same tasks twice, got {len(after)} and {len(before)}")
+  return _bootstrap([np.asarray(after, float) - np.asarray(before, float)], confidence, samples, seed)
+
+
+def macro_interval(
+  groups: Iterable[Sequence[float]], *, confidence: float = 0.95, samples: int = 10_000, seed: int = 0
+) -> tuple[float, float, float]:
+  """(macro mean, low, high): the mean of the groups' means, by a bootstrap within every group that is not empty."""
+  groups = [np.asarray(group, float) for group in groups if len(group)]
+  return _bootstrap(groups, confidence, samples, seed) if groups else (0.0, 0.0, 1.0)
+
+
+def _bootstrap(groups: list[np.ndarray], confidence: float, samples: int, seed: int) -> tuple[float, float, float]:
+  generator = np.random.default_rng(seed)
+  means = np.zeros(samples)
+  for group in groups:
+    # One group at a time, and few rows at a time: samples x tasks indices would not fit for a large panel.
+    step = max(1, 2_000_000 // len(group))
+    for start in range(0, samples, step):
+      count = min(step, samples - start)
+      means[start : start + count] += group[generator.integers(len(group), size=(count, len(group)))].mean(axis=1)
+  low, high = np.quantile(means / len(groups), [0.5 - confidence / 2, 0.5 + confidence / 2])
+  return float(np.mean([group.mean() for group in groups])), float(low), float(high)
+
+
+def summarize(outcomes: Iterable[tuple[str, str, bool]], *, confidence: float = 0.95) -> dict[str, Any]:
+  """The numbers of one evaluation from (task id, family, won) of every episode.
+
+  Returns success, interval (Wilson), episodes, macro, macro_interval, families (name -> success), family_episodes and
+  family_intervals (by name), and outcomes (task id -> 0 or 1; a task played k times gives its mean), all JSON values.
+  """
+  outcomes = list(outcomes)
+  by_family: dict[str, list[float]] = {}
+  by_task: dict[str, list[float]] = {}
+  for task, family, won in outcomes:
+    by_family.setdefault(family, []).append(float(won))
+    by_task.setdefault(task, []).append(float(won))
+  won, total = sum(map(sum, by_family.values())), len(outcomes)
+  macro, low, high = macro_interval([by_family[name] for name in sorted(by_family)], confidence=confidence)
+  return {
+    "success": won / total if total else 0.0,
+    "interval": list(wilson_interval(won, total, confidence=confidence)),
+    "episodes": total,
+    "macro": macro,
+    "macro_interval": [low, high],
+    "families": {name: sum(group) / len(group) for name, group in sorted(by_family.items())},
+    "family_episodes": {name: len(group) for name, group in sorted(by_family.items())},
+    "family_intervals": {
+      name: list(wilson_interval(sum(group), len(group), confidence=confidence))
+      for name, group in sorted(by_family.items())
+    },
+    "outcomes": {task: sum(group) / len(group) for task, group in sorted(by_task.items())},
+  }
