@@ -1,0 +1,114 @@
+"""Group advantages against hand numbers, quoted right values and a plain loop in float64."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seed_jax import losses
+from seed_jax.advantages import group_advantages
+
+FIXED = hypothesis.settings(derandomize=True, deadline=None, max_examples=30, database=None)
+
+
+def by_hand(returns, ids, normalize="mean_std", eps=1e-6):
+  """One group at a time in float64."""
+  out = np.zeros(len(returns))
+  for group in set(ids.tolist()):
+    members = np.flatnonzero(ids == group)
+    scores = np.asarray(returns, np.float64)[members]
+    if len(members) > 1:
+      scale = scores.std(ddof=1) + eps if normalize == "mean_std" else 1.0
+      out[members] = (scores - scores.mean()) / scale
+  return out
+
+
+def test_hand_numbers():
+  returns = np.array([1.0, 3.0, 10.0, 0.0, 0.0, 10.0, 7.0])
+  ids = np.array([0, 0, 1, 1, 1, 1, 2])
+  # group 0: mean 2, std sqrt((1 + 1) / 1) = 1.414214, so -+ 1 / 1.414215 = -+0.707106
+  # group 1: mean 5, std sqrt(4 * 25 / 3) = 5.773503, so +- 5 / 5.773504 = +-0.866025
+  # group 2: one member, 0
+  expected = [-0.707106, 0.707106, 0.866025, -0.866025, -0.866025, 0.866025, 0.0]
+  np.testing.assert_allclose(group_advantages(returns, ids, num_groups=3), expected, atol=1e-6)
+  centred = group_advantages(returns, ids, num_groups=3, normalize="mean")
+  np.testing.assert_allclose(centred, [-1, 1, 5, -5, -5, 5, 0], atol=1e-6)
+  # eps = 1 on group 0: 1 / 2.414214 = 0.414214
+  np.testing.assert_allclose(
+    group_advantages(returns, ids, num_groups=3, eps=1.0)[:2], [-0.414214, 0.414214], atol=1e-6
+  )
+
+
+@pytest.mark.parametrize("normalize", ["mean_std", "mean"])
+@pytest.mark.parametrize("value", [0.1, 0.3, 10.0, 1e4, -1 / 3])
+@pytest.mark.parametrize("members", [1, 3, 7, 11])
+def test_equal_returns_give_exactly_zero(normalize, value, members):
+  # 0.1 summed eleven times and divided by eleven is not 0.1 in float32: the rounding must not be divided by eps.
+  out = group_advantages(np.full(members, value), np.zeros(members, int), num_groups=1, normalize=normalize)
+  np.testing.assert_array_equal(out, np.zeros(members))
+
+
+def test_ids_in_any_order_and_groups_without_a_sample():
+  returns, ids = np.array([5.0, 1.0, 2.0, 3.0]), np.array([6, 2, 6, 2])
+  out = group_advantages(returns, ids, num_groups=9)
+  np.testing.assert_allclose(out, by_hand(returns, ids), atol=1e-6)
+  assert group_advantages(np.zeros(0), np.zeros(0, int), num_groups=4).shape == (0,)
+
+
+def test_samples_left_out_get_zero_and_do_not_count():
+  returns, ids = np.array([1.0, np.nan, 3.0, np.inf, 8.0]), np.array([0, 0, 0, 1, 1])
+  out = group_advantages(returns, ids, num_groups=2, weights=np.array([True, False, True, False, True]))
+  # group 0 without the failed episode is {1, 3}; group 1 shrinks to one member
+  np.testing.assert_allclose(out, [-0.707106, 0, 0.707106, 0, 0], atol=1e-6)
+  outside = group_advantages(np.array([1.0, 50.0, 3.0, 50.0]), np.array([0, -1, 0, 7]), num_groups=2)
+  np.testing.assert_allclose(outside, [-0.707106, 0, 0.707106, 0], atol=1e-6)
+
+
+def test_weights_count_repeats():
+  returns, ids, repeats = np.array([1.0, 4.0, 2.0, 0.0]), np.array([0, 0, 1, 1]), np.array([3, 2, 1, 4])
+  weighted = group_advantages(returns, ids, num_groups=2, weights=repeats)
+  repeated = group_advantages(np.repeat(returns, repeats), np.repeat(ids, repeats), num_groups=2)
+  np.testing.assert_allclose(np.repeat(weighted, repeats), repeated, atol=1e-6)
+
+
+def test_statistics_per_step_and_per_trajectory():
+  # One group: an episode of 5 steps that failed (0), one of 2 steps and one of 1 step that succeeded (10 each).
+  steps, episode = np.array([5, 2, 1]), np.array([0.0, 10.0, 10.0])
+  returns, ids = np.repeat(episode, steps), np.zeros(8, int)
+  # per step: mean 30/8 = 3.75, variance (5 * 3.75^2 + 3 * 6.25^2) / 7 = 26.785714, std 5.175492
+  per_step = group_advantages(returns, ids, num_groups=1)
+  np.testing.assert_allclose(per_step, np.repeat([-3.75, 6.25, 6.25], steps) / 5.175492, atol=1e-5)
+  # per trajectory: mean 6.666667, std sqrt((44.44 + 2 * 11.11) / 2) = 5.773503
+  per_trajectory = group_advantages(returns, ids, num_groups=1, weights=np.repeat(1 / steps, steps))
+  np.testing.assert_allclose(per_trajectory, np.repeat([-1.154700, 0.577350, 0.577350], steps), atol=1e-5)
+  alone = group_advantages(np.full(7, 0.1), np.zeros(7, int), num_groups=1, weights=np.full(7, 1 / 7))
+  np.testing.assert_array_equal(alone, np.zeros(7))
+
+
+@FIXED
+@hypothesis.given(seed=st.integers(0, 2**31), groups=st.integers(1, 5), normalize=st.sampled_from(["mean_std", "mean"]))
+def test_equals_a_plain_loop(seed, groups, normalize):
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(0, groups, 16)
+  returns = rng.choice([0.0, 10.0, 9.9, 1.5], 16).astype(np.float32)
+  out = group_advantages(returns, ids, num_groups=groups, normalize=normalize)
+  np.testing.assert_allclose(out, by_hand(returns, ids, normalize), atol=2e-5)
+
+
+def test_jit_shape_dtype_and_gradient():
+  returns, ids = jnp.arange(6.0).reshape(2, 3), jnp.array([[0, 0, 1], [1, 0, 1]])
+  function = jax.jit(lambda r: group_advantages(r, ids, num_groups=2))
+  out = function(returns.astype(jnp.bfloat16))
+  assert out.shape == (2, 3) and out.dtype == jnp.float32
+  np.testing.assert_allclose(out.reshape(-1), by_hand(np.arange(6.0), np.asarray(ids).reshape(-1)), atol=1e-6)
+  assert not jax.grad(lambda r: function(r)[0, 0])(returns).any()
+  assert losses.group_advantages is group_advantages
+
+
+def test_errors_are_one_clear_line():
+  with pytest.raises(ValueError, match="normalize='std' is unknown; choose one of mean_std, mean"):
+    group_advantages(np.ones(2), np.zeros(2, int), num_groups=1, normalize="std")
+  with pytest.raises(ValueError, match=r"returns \(2,\), group_ids \(3,\)"):
+    group_advantages(np.ones(2), np.zeros(3, int), num_groups=1)

@@ -1,0 +1,232 @@
+"""The joint objective: right values of independent implementations, a plain loop, metrics, micro-batches, sharding."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from seed_jax import losses
+
+FIXED = hypothesis.settings(derandomize=True, deadline=None, max_examples=12, database=None)
+LOG = np.log
+
+
+def random_batch(rows=6, tokens=5, seed=0):
+  """Arguments of seed_loss; row 1 is fully masked, row 2 has no skill."""
+  rng = np.random.default_rng(seed)
+  logprobs = -rng.exponential(1.0, (rows, tokens)).astype(np.float32)
+
+  def near(scale):
+    return (logprobs + scale * rng.standard_normal((rows, tokens))).astype(np.float32)
+
+  mask = (np.arange(tokens) < rng.integers(1, tokens + 1, (rows, 1))).astype(np.float32)
+  mask[1:2] = 0
+  skill_mask = np.ones(rows, np.float32)
+  skill_mask[2:3] = 0
+  return dict(
+    logprobs=logprobs,
+    old_logprobs=near(0.3),
+    advantages=rng.standard_normal(rows).astype(np.float32),
+    skill_logprobs=near(0.5),
+    mask=mask,
+    skill_mask=skill_mask,
+    ref_logprobs=near(0.2),
+    entropy=rng.random((rows, tokens)).astype(np.float32),
+  )
+
+
+def by_hand(b, opd_coef=0.01, beta=5.0, kl_coef=0.01, entropy_coef=0.0, low=0.2, high=0.2, dual=3.0):
+  """SEED's objective, one token at a time in float64."""
+  pg = kl = entropy = opd = 0.0
+  for i, t in zip(*np.nonzero(b["mask"]), strict=True):
+    new, a = float(b["logprobs"][i, t]), float(b["advantages"][i])
+    r = np.exp(new - float(b["old_logprobs"][i, t]))
+    term = max(-a * r, -a * min(max(r, 1 - low), 1 + high))
+    pg += min(term, -a * dual) if a < 0 else term
+    d = float(b["ref_logprobs"][i, t]) - new
+    kl += min(np.exp(d) - d - 1, 10.0)
+    entropy += float(b["entropy"][i, t])
+    gap = float(b["skill_logprobs"][i, t]) - new
+    opd += float(b["skill_mask"][i]) * gap / (1 + np.exp(-beta * gap))
+  n, m = b["mask"].sum(), (b["mask"] * b["skill_mask"][:, None]).sum()
+  return pg / n + kl_coef * kl / n - entropy_coef * entropy / n + opd_coef * opd / m
+
+
+# --- right values of independent implementations --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_case():
+  """The case on which TRL 1.16.0, tunix 0.1.7, verl 0.9.1 and rlax 0.1.9 agree: 8 rows, 12 tokens, row 3 empty, two
+  groups of 4."""
+  generator = np.random.default_rng(0)
+  shape = (8, 12)
+  single = lambda x: x.astype(np.float32)  # noqa: E731
+  logprobs = single(-generator.exponential(1.0, shape))
+  old = single(logprobs + 0.3 * generator.standard_normal(shape))
+  ref = single(logprobs + 0.2 * generator.standard_normal(shape))
+  mask = single(np.arange(12)[None, :] < generator.integers(1, 13, (8, 1)))
+  mask[3] = 0.0
+  return dict(logprobs=logprobs, old_logprobs=old, ref_logprobs=ref, mask=mask, rewards=single(generator.random(8)))
+
+
+def shared_advantages(case):
+  # These values were made with TRL's eps of 1e-4 (ours is 1e-6, as verl's and tunix's).
+  return losses.group_advantages(case["rewards"], np.repeat([0, 1], 4), num_groups=2, eps=1e-4)
+
+
+def test_shared_case_token_mean(shared_case):
+  args = {k: shared_case[k] for k in ("logprobs", "old_logprobs", "mask")}
+  args |= dict(advantages=shared_advantages(shared_case), dual_clip=None)
+  loss, _ = losses.grpo_loss(**args)
+  np.testing.assert_allclose(loss, 0.0771931, atol=1e-7)
+  with_kl, metrics = losses.grpo_loss(**args, ref_logprobs=shared_case["ref_logprobs"], kl_coef=0.04)
+  np.testing.assert_allclose(with_kl, 0.0782341, atol=1e-7)
+  np.testing.assert_allclose(metrics["pg_loss"], 0.0771931, atol=1e-7)
+
+
+def test_shared_case_other_reductions(shared_case):
+  case = shared_case
+  per_token = losses.clipped_surrogate(
+    logprobs=case["logprobs"], old_logprobs=case["old_logprobs"], advantages=shared_advantages(case), dual_clip=None
+  )
+  row_sums, lengths = (per_token * case["mask"]).sum(1), case["mask"].sum(1)
+  np.testing.assert_allclose(
+    row_sums.sum() / 7, 0.5844626, atol=1e-6
+  )  # token sums, mean of the 7 rows that are not empty
+  np.testing.assert_allclose((row_sums / np.maximum(lengths, 1)).mean(), -0.127879, atol=1e-6)  # TRL: over all 8 rows
+  np.testing.assert_allclose((row_sums / np.maximum(lengths, 1)).sum() / 7, -0.146147, atol=1e-6)  # tunix and verl
+
+
+def test_shared_case_kl_and_opd(shared_case):
+  case = shared_case
+  for estimator, total in (("k1", 2.43332), ("k2", 2.47174), ("k3", 2.52984)):
+    kl = losses.kl_penalty(logprobs=case["logprobs"], ref_logprobs=case["ref_logprobs"], estimator=estimator)
+    np.testing.assert_allclose(kl.sum(), total, atol=2e-5)
+
+  def opd(x):
+    return losses.masked_mean(losses.opd_loss(logprobs=x, skill_logprobs=case["old_logprobs"], beta=1.0), case["mask"])
+
+  value, gradient = jax.value_and_grad(opd)(case["logprobs"])
+  np.testing.assert_allclose(value, 0.00712675, atol=1e-7)
+  np.testing.assert_allclose(gradient.sum(), -0.4934196, atol=1e-6)
+
+
+# --- the joint objective --------------------------------------------------------------------------------------------
+
+
+@FIXED
+@hypothesis.given(
+  seed=st.integers(0, 2**31), shape=st.sampled_from([(3, 1), (4, 6)]), beta=st.sampled_from([0.0, 1.0, 5.0, 20.0])
+)
+def test_seed_loss_equals_a_plain_loop(seed, shape, beta):
+  b = random_batch(*shape, seed=seed)
+  b["advantages"] *= 3
+  b["old_logprobs"] = b["logprobs"] + 3 * (b["old_logprobs"] - b["logprobs"])  # far enough for every clip
+  loss, _ = losses.seed_loss(**b, opd_coef=0.3, opd_beta=beta, kl_coef=0.2, entropy_coef=0.1)
+  expected = by_hand(b, opd_coef=0.3, beta=beta, kl_coef=0.2, entropy_coef=0.1)
+  np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_metrics_by_hand():
+  r = np.array([[1.5, 0.5, 1.0, 4.0], [1.0, 0.5, 4.0, 9.0]])  # row 0: A = 1; row 1: A = -1; the last token is masked
+  gap = np.array([[0.2, -0.2, 0.0, 0.2], [0.0, 0.0, 0.0, 0.0]])
+  logprobs = np.full((2, 4), -1.0)
+  loss, m = losses.seed_loss(
+    logprobs=logprobs,
+    old_logprobs=logprobs - LOG(r),
+    advantages=np.array([1.0, -1.0]),
+    skill_logprobs=logprobs + gap,
+    mask=np.array([[1, 1, 1, 0], [1, 1, 1, 0]]),
+    skill_mask=np.array([1, 0]),
+    entropy=np.full((2, 4), 2.0),
+  )
+  # surrogate: -1.2 - 0.5 - 1, then 1 + 0.8 + 3 (dual clip of 4): 2.1 / 6 = 0.35
+  np.testing.assert_allclose(m["pg_loss"], 0.35, rtol=1e-5)
+  np.testing.assert_allclose(m["ratio_mean"], 8.5 / 6, rtol=1e-6)
+  for name in ("clip_low_fraction", "clip_high_fraction", "dual_clip_fraction"):
+    np.testing.assert_allclose(m[name], 1 / 6, rtol=1e-6)
+  # gates sigmoid(1), sigmoid(-1), .5 = .731059, .268941, .5: mean .5, std .231059 * sqrt(2 / 3) = .188659
+  np.testing.assert_allclose(m["gate_mean"], 0.5, atol=1e-6)
+  np.testing.assert_allclose(m["gate_std"], 0.188659, atol=1e-5)
+  np.testing.assert_allclose(m["gate_above_half"], 1 / 3, rtol=1e-6)
+  np.testing.assert_allclose(m["gap_mean"], 0.0, atol=1e-7)
+  np.testing.assert_allclose(m["opd_active_ratio"], 0.5, rtol=1e-6)
+  np.testing.assert_allclose(m["opd_loss"], (0.2 * 0.731059 - 0.2 * 0.268941) / 3, atol=1e-6)
+  np.testing.assert_allclose(m["entropy"], 2.0, rtol=1e-6)
+  # old_kl: mean of r - 1 - log r over the six tokens
+  np.testing.assert_allclose(m["old_kl"], (r - 1 - LOG(r))[:, :3].mean(), rtol=1e-5)
+  np.testing.assert_allclose(loss, m["loss"], rtol=0)
+  assert m["kl"] == 0 and "gate_square" not in m
+
+
+def test_gate_std_keeps_its_digits_where_the_gate_hardly_moves():
+  rng = np.random.default_rng(1)
+  logprobs = np.full((4, 50), -1.0, np.float32)
+  skill = (logprobs + 1e-3 * rng.standard_normal((4, 50))).astype(np.float32)
+  b = dict(
+    logprobs=logprobs, old_logprobs=logprobs, advantages=np.ones(4), mask=np.ones((4, 50)), skill_mask=np.ones(4)
+  )
+  _, m = losses.seed_loss(**b, skill_logprobs=skill)
+  exact = (1 / (1 + np.exp(-5.0 * (skill.astype(np.float64) - logprobs)))).std()  # about 1.2e-3
+  np.testing.assert_allclose(m["gate_std"], exact, rtol=1e-4)
+
+
+# Pieces of one row: one micro-batch is fully masked, one has no skill.
+@pytest.mark.parametrize("pieces", [[1] * 6, [3, 3], [1, 1, 4]])
+def test_micro_batches_add_up(pieces):
+  b = random_batch(seed=7)
+
+  def run(batch, denominators=None):
+    def loss(x):
+      return losses.seed_loss(**(batch | dict(logprobs=x)), entropy_coef=0.1, denominators=denominators)
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(batch["logprobs"])
+    return value, metrics, gradient
+
+  value, metrics, gradient = run(b)
+  starts = np.cumsum([0, *pieces])
+  micro = [{k: v[i:j] for k, v in b.items()} for i, j in zip(starts[:-1], starts[1:], strict=True)]
+  counts = [losses.token_counts(mask=m["mask"], skill_mask=m["skill_mask"]) for m in micro]
+  denominators = jax.tree.map(lambda *c: sum(c), *counts)
+  parts = [run(m, denominators) for m in micro]
+  np.testing.assert_allclose(sum(p[0] for p in parts), value, atol=1e-6)
+  np.testing.assert_allclose(np.concatenate([p[2] for p in parts]), gradient, atol=1e-6)
+  total = losses.finish_metrics(jax.tree.map(lambda *x: sum(x), *[p[1] for p in parts]))
+  assert total.keys() == metrics.keys()
+  for name in metrics:
+    np.testing.assert_allclose(total[name], metrics[name], atol=1e-6, err_msg=name)
+
+
+def test_terms_add_up():
+  b = random_batch(seed=5)
+  pair = ("logprobs", "skill_logprobs", "mask", "skill_mask")
+  rl = [k for k in b if k not in ("skill_logprobs", "skill_mask")]
+  for terms, names in ((losses.grpo_terms, rl), (losses.opd_terms, pair)):
+    whole, *halves = (terms(**{k: b[k][rows] for k in names}) for rows in (slice(0, 6), slice(0, 2), slice(2, 6)))
+    jax.tree.map(lambda w, x, y: np.testing.assert_allclose(x + y, w, atol=1e-5), whole, *halves)
+  counts = losses.token_counts(mask=b["mask"], skill_mask=b["skill_mask"])
+  assert counts["tokens"] == b["mask"].sum() and counts["skill_tokens"] == (b["mask"] * b["skill_mask"][:, None]).sum()
+  assert losses.token_counts(mask=b["mask"])["skill_tokens"] == 0
+
+
+def test_another_token_loss_fits():
+  b = random_batch()
+  plain = losses.seed_loss(
+    **b, opd_coef=1.0, token_loss=lambda *, logprobs, skill_logprobs, beta: losses.nll(logprobs=logprobs)
+  )
+  active = b["mask"] * b["skill_mask"][:, None]
+  np.testing.assert_allclose(plain[1]["opd_loss"], -(b["logprobs"] * active).sum() / active.sum(), rtol=1e-5)
+
+
+def test_sharded_rows_give_the_same():
+  b = random_batch(rows=8)
+  expected, metrics = losses.seed_loss(**b)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+  with jax.set_mesh(mesh):
+    rows = {k: jax.device_put(v, jax.P("data", *[None] * (v.ndim - 1))) for k, v in b.items()}
+    loss, sharded = jax.jit(lambda batch: losses.seed_loss(**batch))(rows)
+  np.testing.assert_allclose(loss, expected, atol=1e-6)
+  for name in metrics:
+    np.testing.assert_allclose(sharded[name], metrics[name], atol=1e-6, err_msg=name)
