@@ -50,7 +50,7 @@ class ModelConfig:
 
 
 def from_hf(hf: dict) -> ModelConfig:
-  """Reads the fields of a Hugging Face `config.json`; raises ValueError where the decoder would compute something else."""
+  """Reads a Hugging Face `config.json`; raises ValueError where the decoder would compute something else."""
   names = hf.get("architectures") or [f"model_type={hf.get('model_type')}"]
   name = names[0]
   if name not in ARCHITECTURES:
@@ -69,6 +69,8 @@ def from_hf(hf: dict) -> ModelConfig:
     raise ValueError("Qwen3ForCausalLM with attention_bias is not supported")
   heads = hf["num_attention_heads"]
   eos = hf.get("eos_token_id")
+  # A Qwen3 configuration without the field means 128, whatever D and N are.
+  head_dim = hf.get("head_dim") or (128 if name == "Qwen3ForCausalLM" else hf["hidden_size"] // heads)
   return ModelConfig(
     architecture=name,
     vocab_size=hf["vocab_size"],
@@ -76,7 +78,7 @@ def from_hf(hf: dict) -> ModelConfig:
     num_layers=hf["num_hidden_layers"],
     num_heads=heads,
     num_kv_heads=hf.get("num_key_value_heads") or heads,
-    head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+    head_dim=head_dim,
     intermediate_size=hf["intermediate_size"],
     rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
     rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
@@ -94,7 +96,9 @@ def to_hf(config: ModelConfig) -> dict:
   """The `config.json` that `transformers` loads; the inverse of `from_hf`."""
   return {
     "architectures": [config.architecture],
-    "model_type": {"Qwen2": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}[config.architecture.removesuffix("ForCausalLM")],
+    "model_type": {"Qwen2": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}[
+      config.architecture.removesuffix("ForCausalLM")
+    ],
     "vocab_size": config.vocab_size,
     "hidden_size": config.hidden_size,
     "num_hidden_layers": config.num_layers,
