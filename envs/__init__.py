@@ -1,4 +1,4 @@
-"""Gymnasium environments and benchmark objects. `import envs` registers the ids; nothing heavy loads before it is asked for."""
+"""Gymnasium environments and benchmark objects. `import envs` registers the ids and loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BENCHMARKS = {"household": ("envs.household", "Household"), "alfworld": ("envs.
 def benchmark(name: str, **options: Any):
   """The benchmark object of a name (see `envs.protocol.Benchmark`); options go to its constructor.
 
-  Raises ValueError for a name that does not exist, and ImportError with the extra to install where its engine is missing.
+  Raises ValueError for a name that does not exist, and ImportError where its engine is not installed.
   """
   if name not in _BENCHMARKS:
     raise ValueError(f"unknown benchmark {name!r}: choose one of {', '.join(sorted(_BENCHMARKS))}")
@@ -21,6 +21,9 @@ def benchmark(name: str, **options: Any):
   return getattr(importlib.import_module(module), symbol)(**options)
 
 
-for _id, _entry in (("seed/Household-v0", "envs.household:HouseholdEnv"), ("seed/ALFWorld-v0", "envs.alfworld:ALFWorldEnv")):
+for _id, _entry in (
+  ("seed/Household-v0", "envs.household:HouseholdEnv"),
+  ("seed/ALFWorld-v0", "envs.alfworld:ALFWorldEnv"),
+):
   if _id not in gymnasium.registry:
     gymnasium.register(id=_id, entry_point=_entry)

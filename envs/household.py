@@ -1,8 +1,9 @@
 """The embedded default environment: household tasks in the ALFWorld dialect, pure Python, no download.
 
-Six task families as in ALFWorld (pick, look, clean, heat, cool, pick2), its action grammar and its style of observation in
-a language of fewer than 200 words, so that a very small decoder can read it. The hand holds one object; a task of two
-needs both in the same place; heat, cool and clean work at the microwave, the fridge and the sinkbasin with the object in hand.
+Six task families as in ALFWorld (pick, look, clean, heat, cool, pick2), its action grammar and its style of
+observation in a language of fewer than 200 words, so that a very small decoder can read it. The hand holds one object;
+a task of two needs both in the same place; heat, cool and clean work at the microwave, the fridge and the sinkbasin
+with the object in hand. The task is won at the step that completes it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import gymnasium
 
 from envs import household_rooms as rooms
-from envs.household_rooms import APPLIANCES, FAMILIES, LAMP, OPENABLE, PLACE_LIMIT, SPLITS, kind
+from envs.household_rooms import APPLIANCES, FAMILIES, LAMP, PLACE_LIMIT, SPLITS, is_openable, kind
 from envs.protocol import Task
 
 TASK_MARK = "Your task is to:"
+STATES = {"heat": "hot", "cool": "cold", "clean": "clean"}
 NOTHING = "Nothing happens."
 MAX_RESPONSE = 80  # characters of a response that reach the environment
 _NOUN = r"[a-z]+ [0-9]+"
@@ -30,7 +32,7 @@ _GRAMMAR = re.compile(
 
 
 class HouseholdEnv(gymnasium.Env):
-  """One room, text in and text out. `reset(options={"task": payload})` poses the task; without it a train task is drawn.
+  """One room, text in, text out. `reset(options={"task": payload})` poses the task; without it a train task is drawn.
 
   Reward is 1.0 at the winning step and 0.0 otherwise. `info` holds task, admissible, won and valid (False where the
   last action was not among the admissible ones; the room then answers "Nothing happens." and a step is spent).
@@ -72,29 +74,37 @@ class HouseholdEnv(gymnasium.Env):
     observation = self._apply(action) if valid else NOTHING
     if valid:
       self._actions = self._admissible()
-    return observation, float(valid and self.won), self.won, not self.won and self.steps >= self.max_steps, self._info(valid)
+    return (
+      observation,
+      float(valid and self.won),
+      self.won,
+      not self.won and self.steps >= self.max_steps,
+      self._info(valid),
+    )
 
   def render(self) -> str:
     """The whole room as text, closed places included: for people, never for a policy."""
     lines = [f"{self.room.kind}: {self.task} ({'won' if self.won else f'step {self.steps} of {self.max_steps}'})"]
     for name, content in self.places.items():
-      state = "" if kind(name) not in OPENABLE else " (open)" if name in self.opened else " (closed)"
+      state = "" if not is_openable(name) else " (open)" if name in self.opened else " (closed)"
       lines.append(f"{'>' if name == self.here else ' '} {name}{state}: {', '.join(content) or '-'}")
-    marks = [mark for thing, mark in sorted(self.marks) if thing == self.held]
-    return "\n".join([*lines, f"  hand: {' '.join([self.held or '-', *marks])}"])
+    return "\n".join([*lines, f"  hand: {', '.join([self.held or '-', *self._states()])}"])
 
   def _info(self, valid: bool) -> dict[str, Any]:
     return {"task": self.task, "admissible": self._actions, "won": self.won, "valid": valid}
 
+  def _states(self) -> list[str]:
+    return [STATES[mark] for thing, mark in sorted(self.marks) if thing == self.held]
+
   def _visible(self) -> bool:
-    return bool(self.here) and (kind(self.here) not in OPENABLE or self.here in self.opened)
+    return bool(self.here) and (not is_openable(self.here) or self.here in self.opened)
 
   def _admissible(self) -> tuple[str, ...]:
     here, held = self.here, self.held
     actions = [text for name, text in self._moves if name != here]
     if here:
       place = kind(here)
-      if place in OPENABLE:
+      if is_openable(here):
         actions.append(f"close {here}" if here in self.opened else f"open {here}")
       if self._visible():
         content = self.places[here]
@@ -144,14 +154,13 @@ class HouseholdEnv(gymnasium.Env):
     if verb == "inventory":
       return f"You carry {self.held or 'nothing'}."
     if verb == "examine" and rest == self.held:
-      marks = [mark for thing, mark in sorted(self.marks) if thing == rest]
-      return f"This is {rest}{''.join(f', {mark}' for mark in marks)}."
+      return f"This is {', '.join([rest, *self._states()])}."
     return self._describe() if self.here else "You stand in the room."
 
   def _describe(self) -> str:
     if not self._visible():
       return f"{self.here} is closed."
-    return f"{'In' if kind(self.here) in OPENABLE else 'On'} {self.here} you see {_listing(self.places[self.here])}."
+    return f"{'In' if is_openable(self.here) else 'On'} {self.here} you see {_listing(self.places[self.here])}."
 
   def _placed(self, thing: str) -> bool:
     if self.family == "look" or kind(self.here) != self.target or kind(thing) != self.item:
@@ -178,7 +187,7 @@ class Household:
     return HouseholdEnv(self.difficulty if difficulty is None else difficulty, self.max_steps)
 
   def first_prompt(self, task: str, observation: str, admissible: Sequence[str] = ()) -> str:
-    """The first observation and the task line. Admissible actions are left out: the grammar is small and prompts stay short."""
+    """The first observation and the task line. Admissible actions are left out: prompts stay short."""
     return observation if TASK_MARK in observation else f"{observation}\n{TASK_MARK} {task}."
 
   def turn_prompt(self, observation: str, admissible: Sequence[str] = ()) -> str:
@@ -187,7 +196,7 @@ class Household:
   def window_prompt(
     self, task: str, history: Sequence[tuple[str, str]], step: int, observation: str, admissible: Sequence[str]
   ) -> str:
-    """Task line, the places one can go to (read from the admissible actions), the last pairs, the current observation."""
+    """Task line, the places to go to (read from the admissible actions), the last pairs, the current observation."""
     if step == 0:
       return self.first_prompt(task, observation, admissible)
     elsewhere = [action[6:] for action in admissible if action.startswith("go to ")]
@@ -198,8 +207,10 @@ class Household:
     return "\n".join([*lines, observation])
 
   def parse(self, response: str) -> tuple[str, bool]:
-    """The bare action: stripped, lower case, single spaces, at most 80 characters. Valid means that it follows the grammar;
-    whether the room allows it is known to the environment alone (`info["valid"]`)."""
+    """The bare action: stripped, lower case, single spaces, at most 80 characters.
+
+    Valid means that it follows the grammar; whether the room allows it, the environment says (`info["valid"]`).
+    """
     text = " ".join(response[: 4 * MAX_RESPONSE].lower().split())[:MAX_RESPONSE]
     return text, _GRAMMAR.fullmatch(text) is not None
 

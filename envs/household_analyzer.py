@@ -1,8 +1,9 @@
 """The scripted analyzer of the household: reads an episode's text, never the room, and writes a hindsight skill.
 
-`Reader` collects what the text has told (it also serves the demonstrators, who know no more than that). `analyze` turns it
-into a workflow with the decisive places after a success and into a rule that names the mistake after a failure. Every word
-of a skill is a template word or stands in the episode, so that a small model can learn to write it; at most 30 words.
+`Reader` collects what the text has told (it also serves the demonstrators, who know no more than that). `analyze`
+turns it into a workflow with the decisive places after a success and into a rule that names the mistake after a
+failure. Every word of a skill is a template word or stands in the episode, so that a small model can learn to write
+it; 30 words at most.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from envs.household_rooms import APPLIANCES, LAMP, OPENABLE, kind
+from envs.household_rooms import APPLIANCES, LAMP, kind
 
 LISTED = 4  # places an avoidance rule names at most
 _GOAL = re.compile(
@@ -127,7 +128,10 @@ def _success(goal: Goal, reader: Reader, last: str) -> tuple[str, str]:
   if goal.family == "look":
     thing, where = reader.held, reader.here
     source = reader.origin.get(thing, where)
-    return f"{goal.item} was in {source}, {LAMP} in {where}.", f"take {goal.item} from {source}, use {LAMP} 1 in {where}."
+    return (
+      f"{goal.item} was in {source}, {LAMP} in {where}.",
+      f"take {goal.item} from {source}, use {LAMP} 1 in {where}.",
+    )
   final = reader.moved[-1][1]
   delivered = [thing for thing, place in dict(reader.moved).items() if place == final and kind(thing) == goal.item]
   if goal.family == "pick2":
@@ -189,7 +193,7 @@ def _failed_pick2(goal: Goal, reader: Reader, target: str, wrong, found, thing) 
 
 
 def _treat(goal: Goal, reader: Reader) -> str:
-  """"heat it with microwave 1, " for the families that need it."""
+  """ "heat it with microwave 1, " for the families that need it."""
   if goal.family not in APPLIANCES:
     return ""
   used = [place for verb, thing, place in reader.treated if verb == goal.family and kind(thing) == goal.item]
@@ -197,7 +201,7 @@ def _treat(goal: Goal, reader: Reader) -> str:
 
 
 def _missed(item: str, reader: Reader, skip: str = "") -> str:
-  """"potato is not in cabinet 1, shelf 2": places whose content was seen; closed ones that were left closed do not count."""
+  """As in "potato is not in cabinet 1, shelf 2": places whose content was seen; those left closed do not count."""
   empty = [place for place in reader.visited if place in reader.known and place != skip][:LISTED]
   return f"{item} is not in {', '.join(empty)}" if empty else ""
 
@@ -205,7 +209,3 @@ def _missed(item: str, reader: Reader, skip: str = "") -> str:
 def _names(listing: str) -> list[str]:
   body = listing.strip().rstrip(".")
   return [] if body == "nothing" else body.split(", ")
-
-
-def is_openable(place: str) -> bool:
-  return kind(place) in OPENABLE

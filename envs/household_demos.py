@@ -1,9 +1,9 @@
 """Expert, demonstrators of mixed quality, and the corpus that stands in for a language model's pre-training.
 
-A demonstrator knows what the text has told it (`Reader`), the household regularities to the degree of its quality q, and the
-skill in its context if there is one. Without a skill it errs as beginners do, at rates that fall with q: it searches in the
-wrong order, looks again where it was, overlooks, skips the heating, puts things in the wrong place, wanders, writes nonsense.
-With a fitting skill it follows it; a skill for other things it ignores.
+A demonstrator knows what the text has told it (`Reader`), the household regularities to the degree of its quality q,
+and the skill in its context if there is one. Without a skill it errs as beginners do, at rates that fall with q: it
+searches in the wrong order, looks again where it was, overlooks, skips the heating, puts things in the wrong place,
+wanders, writes nonsense. A fitting skill it follows; a skill for other things it ignores.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator
 
 from envs import household_rooms as rooms
-from envs.household_analyzer import Goal, Reader, analyze, is_openable, read_goal
-from envs.household_rooms import APPLIANCES, LAMP, PLACE_LIMIT, kind
+from envs.household_analyzer import Goal, Reader, analyze, read_goal
+from envs.household_rooms import APPLIANCES, LAMP, PLACE_LIMIT, is_openable, kind
 from envs.protocol import Task
 
 
@@ -38,7 +38,11 @@ class Habits:
     return Habits(0.9 * worse, 0.5 * worse, worse, 0.9 * worse, 0.4 * worse, 0.3 * worse, 0.08 * worse)
 
 
-DECENT = Habits.of(0.9)  # a beginner whom a skill has warned
+# With a fitting skill: one that tells the whole way leaves little to get wrong; one that only warns leaves a search.
+GOOD = 0.95  # quality of the better half of those whose episodes become skills
+MISPLACED = 0.15
+GUIDED = Habits(0.0, 0.0, 0.0, 0.01, 0.01, 0.01, 0.005)
+WARNED = dataclasses.replace(Habits.of(0.8), skip=0.0, misplace=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ _PLACE = r"(\w+ \d+)"
 
 def read_advice(skill: str, goal: Goal, places: list[str]) -> Advice | None:
   """What a skill says about this goal; None where it speaks of other things or of places that are not here."""
-  if not skill or not re.search(rf"\b{goal.item}\b", skill):
+  if not _mentions(skill, goal.item):
     return None
   advice = Advice(sources=re.findall(rf"take {goal.item} from {_PLACE}", skill))
   advice.target = next(iter(re.findall(rf"move it to {_PLACE}", skill)), "")
@@ -176,7 +180,9 @@ class Demonstrator:
       self.left_closed.add(here)
     if self.draw() < self.habits.stray:
       return self._go_anywhere()
-    fresh = [p for p in reader.places if p not in reader.known and p not in avoid and p not in self.left_closed and p != here]
+    fresh = [
+      p for p in reader.places if p not in reader.known and p not in avoid and p not in self.left_closed and p != here
+    ]
     if not fresh:
       fresh = [p for p in reader.places if p not in reader.known and p != here]
     if not fresh:
@@ -237,14 +243,16 @@ class Demonstrator:
 
 
 def play(env, task: Task, habits: Habits, skill: str, rng: random.Random, *, idle: int = 5):
-  """One demonstrated episode: (steps with validity, final observation, won). A demonstrator that has resigned is cut off
-  after `idle` more steps: its wandering teaches nothing new."""
+  """One demonstrated episode: (steps as (observation, action, valid), final observation, won).
+
+  A demonstrator that has resigned is cut off after `idle` more steps: its wandering teaches nothing new.
+  """
   observation, info = env.reset(options={"task": task.payload})
   goal, reader = read_goal(info["task"]), Reader()
   reader.start(observation)
   advice = read_advice(skill, goal, reader.places)
   if advice is not None:
-    habits = DECENT if advice.avoid or advice.avoid_lamp or not advice.sources else Habits.of(0.98)
+    habits = WARNED if advice.avoid or advice.avoid_lamp or not advice.sources else GUIDED
   actor = Demonstrator(goal, reader, habits, advice, rng)
   steps, done, idled = [], False, 0
   while not done and idled < idle:
@@ -294,25 +302,34 @@ def expert(env, task: Task) -> list[str]:
 
 def mixed_quality(rng: random.Random) -> float:
   """Quality of a demonstrator: most are poor, a few are good (density falling from 0 to 1)."""
-  return rng.random() ** 2.2
+  return rng.random() ** 2.8
 
 
 def demonstrations(benchmark, count: int, seed: int) -> Iterator[Demonstration]:
-  """`count` episodes in train rooms: half without a skill; half with one that another demonstrator's episode of the same task
-  has left behind (one in eight of these with the skill of another task, which the demonstrator ignores)."""
+  """`count` episodes in train rooms, every second one with a skill in context.
+
+  A skill is what the scripted analyzer says about another demonstrator's episode of the same task; half of those come
+  from a good demonstrator, so that workflows are not rarer than warnings. A share `MISPLACED` of the skills is swapped
+  for one of another task, about other objects, which the demonstrator ignores.
+  """
   rng = random.Random(seed)
   env = benchmark.make()
-  tasks = benchmark.tasks("train", count, seed)
-  rng.shuffle(tasks)
-  stale = ""
+  tasks = sorted(benchmark.tasks("train", count, seed), key=lambda task: rng.random())
+  spare = ""
   for index, task in enumerate(tasks):
-    quality, skill = mixed_quality(rng), ""
+    skill = ""
     if index % 2:
-      first = mixed_quality(rng)
-      steps, _, won = play(env, task, Habits.of(first if rng.random() < 0.5 else 0.95), "", rng)
-      own = analyze(rooms.goal_sentence(*(task.payload[k] for k in ("family", "object", "target"))), steps, won)
-      skill, stale = own["episode_skill"], own["episode_skill"] if rng.random() < 0.5 or not stale else stale
-      if rng.random() < 0.125 and stale and not re.search(rf"\b{task.payload['object']}\b", stale):
-        skill = stale
+      first = mixed_quality(rng) if rng.random() < 0.5 else GOOD
+      steps, _, won = play(env, task, Habits.of(first), "", rng)
+      skill = own = analyze(env.task, steps, won)["episode_skill"]
+      if rng.random() < MISPLACED and spare and not _mentions(spare, task.payload["object"]):
+        skill = spare
+      if rng.random() < 0.5:
+        spare = own
+    quality = mixed_quality(rng)
     steps, final, won = play(env, task, Habits.of(quality), skill, rng)
-    yield Demonstration(task, [(o, a) for o, a, _ in steps], final, skill, won, quality)
+    yield Demonstration(task, [(observation, action) for observation, action, _ in steps], final, skill, won, quality)
+
+
+def _mentions(skill: str, item: str) -> bool:
+  return re.search(rf"\b{item}\b", skill) is not None

@@ -1,8 +1,8 @@
 """Rooms of the embedded household: what stands in them, where things tend to be, which tasks they pose, and the splits.
 
-A room is drawn from one integer with `random.Random(seed).random()` alone, the one generator method whose sequence Python
-promises to keep, so a task is the same room on every machine and version. Goal pairs (object, target receptacle) are
-split by a fixed hash: those of "unseen" never occur in "train" or "valid", and the three splits draw from disjoint seeds.
+A room is drawn from one integer with `random.Random(seed).random()` alone, the one generator method whose sequence
+Python promises to keep, so a task is the same room on every machine and version. Goal pairs (object, target receptacle)
+are split by a fixed hash: those of "unseen" never occur in "train" or "valid"; the three splits use disjoint seeds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ ROOM_OBJECTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 AFFORDS: dict[str, frozenset[str]] = {
   "heat": frozenset({"apple", "bread", "cup", "egg", "mug", "plate", "potato", "tomato"}),
-  "cool": frozenset({"apple", "bowl", "bread", "cup", "egg", "lettuce", "mug", "pan", "plate", "pot", "potato", "tomato"}),
+  "cool": frozenset(
+    {"apple", "bowl", "bread", "cup", "egg", "lettuce", "mug", "pan", "plate", "pot", "potato", "tomato"}
+  ),
   "clean": frozenset(ROOM_OBJECTS["kitchen"]) - {"bread", "egg"} | {"cloth", "soapbar"},
 }
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -106,8 +108,8 @@ _FAMILY_ROOMS: dict[str, tuple[str, ...]] = {
   "cool": ("kitchen",),
   "pick2": ("kitchen", "bathroom", "bedroom", "livingroom"),
 }
-_SEEDS_PER_SPLIT = 1 << 40
 _TASKS_PER_SEED = 1 << 20
+_SEEDS = 1 << 31
 
 
 @dataclasses.dataclass
@@ -119,13 +121,17 @@ class Room:
 
 
 def kind(name: str) -> str:
-  """"shelf 2" -> "shelf"."""
+  """ "shelf 2" -> "shelf"."""
   return name.partition(" ")[0]
+
+
+def is_openable(name: str) -> bool:
+  return kind(name) in OPENABLE
 
 
 def held_out(item: str, target: str) -> bool:
   """Whether the goal pair belongs to the unseen split: a fixed hash of the two names, one pair in five."""
-  return zlib.crc32(f"{item}>{target}#3".encode()) % 5 == 0
+  return zlib.crc32(f"{item}>{target}#18".encode()) % 5 == 0
 
 
 def goal_sentence(family: str, item: str, target: str) -> str:
@@ -159,12 +165,14 @@ def _pools(family: str, unseen: bool) -> tuple[tuple[str, tuple[tuple[str, str],
 
 
 def make_tasks(split: str, count: int, seed: int, difficulty: float) -> list[Task]:
-  """`count` tasks of a split, families in equal shares, sorted by id; a longer list of the same seed contains a shorter."""
+  """`count` tasks of a split, families in equal shares, sorted by id; more tasks of the same seed contain the fewer."""
   if split not in SPLITS:
     raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
-  if not 0 <= seed < _TASKS_PER_SEED or not 0 <= count <= _TASKS_PER_SEED:
-    raise ValueError(f"seed {seed} and count {count} must lie in [0, {_TASKS_PER_SEED}): split the request or use a smaller seed")
-  base = SPLITS.index(split) * _SEEDS_PER_SPLIT + seed * _TASKS_PER_SEED
+  if not 0 <= seed < _SEEDS:
+    raise ValueError(f"seed {seed} is outside [0, {_SEEDS}): choose a smaller one")
+  if not 0 <= count <= _TASKS_PER_SEED:
+    raise ValueError(f"count {count} is outside [0, {_TASKS_PER_SEED}]: ask for more tasks under another seed")
+  base = (SPLITS.index(split) * _SEEDS + seed) * _TASKS_PER_SEED
   tasks = []
   for index in range(count):
     family = FAMILIES[index % len(FAMILIES)]
@@ -185,8 +193,8 @@ def make_tasks(split: str, count: int, seed: int, difficulty: float) -> list[Tas
 
 
 def build_room(payload: Mapping[str, Any]) -> Room:
-  """The room of a task. Difficulty d in [0, 1] sets its size (6-7 places at 0, 6-10 at 1/2, 9-10 at 1), the share of things
-  that lie where regularity says (0.95 - 0.3 d), the number of distractors and how often the wanted thing has a double.
+  """The room of a task. Difficulty d in [0, 1] sets its size (6-7 places at 0, 6-10 at 1/2, 9-10 at 1), the share of
+  things that lie where regularity says (0.95 - 0.3 d), the distractors and how often the wanted thing has a double.
 
   The wanted object never starts in a place of the target's kind, so no task is won before it begins.
   """
