@@ -1,6 +1,6 @@
 """Losses as functions of numbers: per token, then as sums, then as one scalar. No model, no configuration, no device.
 
-Shapes: B rows, T tokens, V vocabulary. A [B, T] array is aligned on the sampled tokens; a mask holds 1 where one counts.
+Shapes: B rows, T tokens, V vocabulary. A [B, T] array is aligned on the sampled tokens; masks hold 1 where one counts.
 All is computed and returned in float32, whatever comes in (numpy too); losses per token are to be minimised.
 logprobs: log-softmax of the float32 logits over the full vocabulary at the temperature of the rollout, in nats.
 
