@@ -5,10 +5,11 @@ Pure numpy. Rates are fractions in [0, 1]; `confidence=0.95` everywhere means a 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,3 +118,83 @@ def summarize(outcomes: Iterable[tuple[str, str, bool]], *, confidence: float = 
     },
     "outcomes": {task: sum(group) / len(group) for task, group in sorted(by_task.items())},
   }
+
+
+# ---------------------------------------------------------------- a summary read back from a file
+
+
+class Rate(NamedTuple):
+  """A success rate with its interval and the number of episodes behind it."""
+
+  value: float
+  low: float
+  high: float
+  episodes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+  """One evaluation, as far as its file tells it."""
+
+  overall: Rate | None
+  macro: Rate | None
+  families: Mapping[str, Rate]
+  outcomes: Mapping[str, float]
+
+
+def read_panel(summary: Any) -> Panel:
+  """The rates in what `summarize` returned and a file kept.
+
+  Missing intervals are computed, values of a wrong kind left out. Where the file counts no episodes by family, the
+  families share them equally, as fixed panels do.
+  """
+  summary = _mapping(summary)
+  values, counts = _mapping(summary.get("families")), _mapping(summary.get("family_episodes"))
+  total = _count(summary.get("episodes"))
+  family_intervals = _mapping(summary.get("family_intervals"))
+  families = {}
+  for name in sorted(values):
+    count = _count(counts[name]) if name in counts else total // len(values)
+    if (rate := _rate(values[name], family_intervals.get(name), count)) is not None:
+      families[name] = rate
+  outcomes = {name: float(value) for name, value in _mapping(summary.get("outcomes")).items() if _is_rate(value)}
+  return Panel(
+    _rate(summary.get("success"), summary.get("interval"), total),
+    _rate(summary.get("macro"), summary.get("macro_interval"), total),
+    families,
+    outcomes,
+  )
+
+
+def gain(after: Panel, before: Panel, family: str | None = None) -> tuple[float, float, float] | None:
+  """(difference, low, high) of a family's success or of all tasks'; None where one of them is missing.
+
+  All tasks are compared in pairs where both files list the same outcomes, else as two independent rates.
+  """
+  if family is None and after.outcomes and after.outcomes.keys() == before.outcomes.keys():
+    tasks = sorted(after.outcomes)
+    return paired_difference([after.outcomes[task] for task in tasks], [before.outcomes[task] for task in tasks])
+  new, old = (panel.overall if family is None else panel.families.get(family) for panel in (after, before))
+  if new is None or old is None:
+    return None
+  return difference_interval(new.value * new.episodes, new.episodes, old.value * old.episodes, old.episodes)
+
+
+def _mapping(value: Any) -> Mapping:
+  return value if isinstance(value, Mapping) else {}
+
+
+def _count(value: Any) -> int:
+  return int(value) if isinstance(value, (int, float)) and 0 <= value < 1e12 else 0
+
+
+def _is_rate(value: Any) -> bool:
+  return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+def _rate(value: Any, interval: Any, episodes: int) -> Rate | None:
+  if not _is_rate(value):
+    return None
+  if isinstance(interval, (list, tuple)) and len(interval) == 2 and all(map(_is_rate, interval)):
+    return Rate(float(value), *map(float, interval), episodes)
+  return Rate(float(value), *wilson_interval(value * episodes, episodes), episodes)

@@ -31,6 +31,7 @@ __all__ = [
   "read_rows",
   "say",
   "write_json",
+  "write_text",
 ]
 
 _REQUIRED = object()
@@ -59,7 +60,7 @@ def plain_value(value: Any) -> Any:
 def write_json(path: epath.PathLike, value: Any) -> None:
   """Writes `value` so that a reader sees the old file or the whole new one, never a part. NaN is written as null."""
   text = json.dumps(plain_value(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-  _replace(epath.Path(path), text)
+  write_text(path, text)
 
 
 def read_json(path: epath.PathLike, default: Any = _REQUIRED) -> Any:
@@ -78,7 +79,9 @@ def read_json(path: epath.PathLike, default: Any = _REQUIRED) -> Any:
     raise ValueError(f"{path} is not a JSON file ({error}); remove it and run its stage again") from error
 
 
-def _replace(path: epath.Path, text: str) -> None:
+def write_text(path: epath.PathLike, text: str) -> None:
+  """Writes a text file so that a reader sees the old one or the whole new one, never a part."""
+  path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
   temporary.write_text(text)
@@ -128,7 +131,7 @@ class Writer:
     rows = [row for row in read_rows(self.path, key=key) if resume is None or row[key] <= resume]
     text = "".join(_line(row) for row in rows)
     if self.path.exists() and self.path.read_bytes() != text.encode():
-      _replace(self.path, text)
+      write_text(self.path, text)
     # An object store cannot append: there the whole text is written again, at most every half minute.
     self._remote = "://" in str(self.path)
     self._text, self._written = text, time.monotonic()
@@ -184,7 +187,7 @@ class Writer:
     self._active = False
 
   def _flush_remote(self) -> None:
-    _replace(self.path, self._text)
+    write_text(self.path, self._text)
     self._written = time.monotonic()
 
   def __enter__(self) -> Writer:

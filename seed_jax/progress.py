@@ -105,7 +105,8 @@ def progress(
 ) -> Progress:
   """A `Progress` over an iterable (a number counts as `range`), or one to be driven by `update`.
 
-  `initial` units were done before, in a run that is resumed. `plain=None` asks the terminal and the variable SEED_JAX_PLAIN; True means lines instead of a bar.
+  `initial` units were done before, in a run that is resumed. `plain=None` asks the terminal and the variable
+  SEED_JAX_PLAIN; True means lines instead of a bar.
   """
   if isinstance(iterable, int):
     iterable = range(initial, iterable)

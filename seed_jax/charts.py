@@ -1,0 +1,161 @@
+"""Small charts as inline SVG: readable at the width of a phone, in the page's own font, in its light and dark colours.
+
+The drawing is matplotlib's. It draws in placeholder colours, which become the page's CSS variables, so one picture
+serves both schemes. Text stays text, and the SVG writer escapes it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# Placeholder -> what the page puts there. The placeholders are distinct colours that matplotlib itself never uses.
+INK, FAINT = "#010203", "#040506"
+SERIES = ("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06")
+_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", **{color: f"var(--s{i})" for i, color in enumerate(SERIES)}}
+_SIZE = (3.7, 2.3)  # Inches at 100 points an inch: a chart is 370 wide, about a phone.
+
+Points = tuple[Sequence[float], Sequence[float | None]]
+
+
+def _figure(size: tuple[float, float] = _SIZE):
+  from matplotlib.figure import Figure  # Not pyplot: no window system is asked for, no global state.
+
+  figure = Figure(figsize=size, dpi=100, layout="constrained")
+  axes = figure.add_subplot()
+  axes.set_facecolor("none")
+  for side in ("top", "right"):
+    axes.spines[side].set_visible(False)
+  for side in ("left", "bottom"):
+    axes.spines[side].set_color(FAINT)
+  axes.tick_params(colors=INK, labelsize=9, length=3, color=FAINT)
+  axes.grid(axis="y", color=FAINT, linewidth=0.5, alpha=0.6)
+  return figure, axes
+
+
+def _svg(figure) -> str:
+  import matplotlib
+
+  out = io.StringIO()
+  # A fixed salt and no date: equal data gives equal bytes.
+  with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "seed_jax"}):
+    figure.savefig(
+      out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Type": None, "Format": None}
+    )
+  text = out.getvalue()
+  text = text[text.index("<svg") :]
+  text = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.S)
+  text = re.sub(r' (width|height)="[^"]*"', "", text[: text.index(">")]) + text[text.index(">") :]
+  text = re.sub(r' xmlns:xlink="[^"]*"', "", text).replace("xlink:href", "href")
+  text = re.sub(r'<g id="[^"]*"', "<g", text)  # The same names in every chart of a page.
+  text = re.sub(r'font-family: [^;"]*', "font-family: var(--font)", text)
+  text = re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font: \1px var(--font)", text)
+  for color, variable in _VARIABLES.items():
+    text = text.replace(color, variable)
+  return text.strip()
+
+
+def _label(name: str) -> str:
+  return name.replace("$", r"\$")  # Between two dollar signs matplotlib would read a formula.
+
+
+def _array(values: Sequence[float | None]) -> np.ndarray:
+  return np.array([math.nan if value is None else value for value in values], float)
+
+
+def smooth(values: Sequence[float | None], window: int) -> np.ndarray:
+  """The mean of the last `window` values at every point (fewer at the start); None and NaN do not count."""
+  values = _array(values)
+  known = np.isfinite(values)
+  total = np.cumsum(np.where(known, values, 0.0))
+  count = np.cumsum(known)
+  total[window:] -= total[:-window].copy()
+  count[window:] -= count[:-window].copy()
+  return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def lines(
+  series: Mapping[str, Points], *, unit: str = "", percent: bool = False, xlabel: str = "iteration", log: bool = False
+) -> str:
+  """An SVG of one or more curves: every value faint, and over it the mean of the last tenth of the points so far.
+
+  `series`: name -> (x, y) of equal lengths, at most six, None or NaN where a value is missing. `percent` fixes 0-100 %.
+  """
+  from matplotlib import ticker
+
+  figure, axes = _figure()
+  for (name, (x, y)), color in zip(series.items(), SERIES, strict=False):
+    x = np.asarray(x, float)
+    y = _array(y)
+    window = max(1, len(y) // 10)
+    if window > 1:
+      axes.plot(x, y, color=color, linewidth=0.8, alpha=0.35)
+    axes.plot(
+      x,
+      smooth(y, window),
+      color=color,
+      linewidth=1.8,
+      label=_label(name),
+      marker="o" if len(y) == 1 else None,
+      markersize=4,
+    )
+  if log:
+    axes.set_yscale("log")
+  if percent:
+    axes.set_ylim(-0.02, 1.02)
+    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
+  axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+  axes.set_xlabel(xlabel, fontsize=9, color=INK)
+  if unit:
+    axes.set_ylabel(unit, fontsize=9, color=INK)
+  if len(series) > 1:
+    axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=2, loc="best")
+  return _svg(figure)
+
+
+def stack(series: Mapping[str, Points], *, unit: str, xlabel: str = "iteration") -> str:
+  """An SVG of parts of a whole over the iterations, piled up; the series share their x and are at most six."""
+  from matplotlib import ticker
+
+  figure, axes = _figure()
+  names = list(series)[: len(SERIES)]
+  x = series[names[0]][0]
+  values = [np.nan_to_num(_array(series[name][1])) for name in names]
+  axes.stackplot(x, values, colors=SERIES[: len(names)], labels=list(map(_label, names)), alpha=0.8)
+  axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+  axes.set_xlabel(xlabel, fontsize=9, color=INK)
+  axes.set_ylabel(unit, fontsize=9, color=INK)
+  top = max(float(np.sum(values, axis=0).max()), 1e-9)
+  axes.set_ylim(0, top * (1.12 + 0.11 * math.ceil(len(names) / 3)))  # Room for the legend above the curves.
+  axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=3, loc="upper left", columnspacing=0.9, handlelength=1.2)
+  return _svg(figure)
+
+
+def rates(rows: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> str:
+  """An SVG of success rates with whiskers: row name -> series name -> (rate, low, high)."""
+  from matplotlib import ticker
+
+  names = list(rows)
+  kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
+  figure, axes = _figure((_SIZE[0], 0.75 + 0.42 * len(names)))
+  for index, kind in enumerate(kinds):
+    known = [(place, *rows[name][kind]) for place, name in enumerate(names) if kind in rows[name]]
+    place, rate, low, high = (np.array(column, float) for column in zip(*known, strict=True))
+    place = place + 0.3 * ((index + 0.5) / len(kinds) - 0.5) * 2
+    whiskers = [np.maximum(rate - low, 0), np.maximum(high - rate, 0)]
+    color = SERIES[index % len(SERIES)]
+    axes.errorbar(
+      rate, place, xerr=whiskers, fmt="o", color=color, ecolor=color, markersize=5, capsize=2, label=_label(kind)
+    )
+  axes.set_yticks(range(len(names)), list(map(_label, names)), fontsize=9)
+  axes.set_ylim(len(names) - 0.4, -0.6)
+  axes.set_xlim(-0.02, 1.02)
+  axes.xaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
+  axes.grid(axis="x", color=FAINT, linewidth=0.5, alpha=0.6)
+  axes.grid(axis="y", visible=False)
+  figure.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=len(kinds), loc="outside upper center")
+  return _svg(figure)

@@ -1,0 +1,68 @@
+"""Values as text for a page or a terminal. What a model, an environment or a file says is cleaned, escaped and cut."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+TEXT_LIMIT = 2_000  # Characters of one observation, response or skill.
+
+
+def clean(text: Any, limit: int = TEXT_LIMIT) -> str:
+  """Escaped text of at most `limit` characters; control, direction and unpaired characters are shown as U+FFFD."""
+  text = text if isinstance(text, str) else "" if text is None else str(text)
+  more = len(text) - limit
+  text = "".join(
+    character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs") else "\ufffd"
+    for character in text[:limit]
+  )
+  return html.escape(text) + (f" <span class=soft>… {more} more characters</span>" if more > 0 else "")
+
+
+def hide_secrets(value: Any, name: str = "") -> Any:
+  """JSON values with the texts of fields named like a password or an API key taken out."""
+  if isinstance(value, Mapping):
+    return {key: hide_secrets(item, str(key)) for key, item in value.items()}
+  if isinstance(value, list):
+    return [hide_secrets(item, name) for item in value]
+  if isinstance(value, str) and value and re.search(r"api_?key|secret|password|credential", name, re.IGNORECASE):
+    return "(hidden)"
+  return value
+
+
+def number(value: Any) -> float | None:
+  """A finite number as a float; None for whatever else a file holds."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    return None
+  return float(value)
+
+
+def percent(value: Any) -> str:
+  """A rate such as 0.25 as "25.0 %"; a dash where there is none."""
+  value = number(value)
+  return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def span(low: float, high: float, signed: bool = False) -> str:
+  """An interval of rates as "20–31 %", or of differences as "+12 to +20"."""
+  return f"{100 * low:+.0f} to {100 * high:+.0f}" if signed else f"{100 * low:.0f}–{100 * high:.0f} %"
+
+
+def duration(seconds: Any) -> str:
+  """Seconds as "45 s", "12 min" or "3 h 05 min"."""
+  seconds = number(seconds)
+  if seconds is None:
+    return "–"
+  if seconds < 90:
+    return f"{seconds:.0f} s"
+  minutes = round(seconds / 60)
+  return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plain(text: Any, limit: int = 40) -> str:
+  """One line of printable characters, for a terminal or a picture."""
+  return "".join(character if character.isprintable() else "?" for character in str(text)[:limit])
