@@ -76,6 +76,7 @@ class _Reply:
   content: str | None
   reason: str = ""  # why there is no content
   reached: bool = True  # the endpoint took the request, whatever came back
+  refused: bool = False  # this prompt only
   cut: bool = False
   usage: tuple[int, int] = (0, 0)
 
@@ -153,8 +154,8 @@ class ExternalAnalyzer:
   def analyze(self, trajectories: Sequence[Any]) -> list[str | None]:
     """Raw text of every trajectory whose answer holds a usable skill, None for the others; `counters` tells how many.
 
-    The first prompt goes out alone. Raises AnalyzerError if the endpoint does not take it, if `give_up_after` prompts in
-    a row fail later on, or if no trajectory got a usable analysis. Answers that arrived before stay in the cache.
+    The first prompt goes out alone. Raises AnalyzerError if the endpoint does not take it, if `give_up_after` prompts
+    in a row fail later on, or if no trajectory got a usable analysis. Answers that arrived stay in the cache.
     """
     self.counters, self.problems = Counters(trajectories=len(trajectories)), collections.Counter()
     prompts = [skills.analysis_prompt(each, self.template, fits=self.fits) for each in trajectories]
@@ -190,7 +191,7 @@ class ExternalAnalyzer:
         self.counters.failures += 1
         self.problems[self._redact(reply.reason)] += 1
         answers[key] = None
-        row += 1
+        row += not reply.refused
       else:
         row = 0
         self.counters.prompt_tokens += reply.usage[0]
@@ -264,7 +265,8 @@ class ExternalAnalyzer:
     if status in RETRIED or status >= 500:
       raise _Retry(f"HTTP {status} {_excerpt(raw)}", _retry_after(response.headers.get("retry-after")))
     if status != 200:
-      return _Reply(None, f"HTTP {status} {_excerpt(raw)}", reached=status in REFUSED_ONE)
+      refused = status in REFUSED_ONE
+      return _Reply(None, f"HTTP {status} {_excerpt(raw)}", reached=refused, refused=refused)
     return _read_answer(raw)
 
   def _usable(self, content: str, cut: bool) -> str | None:

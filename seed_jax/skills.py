@@ -20,7 +20,8 @@ from typing import Any, Protocol
 SUMMARY_KEY, SKILL_KEY = "episode_summary", "episode_skill"
 MAX_SKILL_CHARS, MAX_SUMMARY_CHARS = 1200, 2000
 MAX_ANSWER_CHARS = 40_000  # of an analyzer's answer that the parser looks at; 4,096 tokens are about 16,000 characters
-MAX_LITERAL_CHARS, MAX_OBJECTS = 8_000, 200  # bounds on the work that a hostile answer can cause
+MAX_LITERAL_CHARS = 8_000
+MAX_OBJECTS, MAX_SCANNED_CHARS = 500, 300_000  # bounds on the work of one answer, which may be nothing but open braces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,23 +228,23 @@ def _analysis(value: Any, min_words: int) -> Analysis | None:
 def _objects(text: str):
   """Yields every dict that holds the skill key, outer ones and earlier ones first."""
   end_of_keys = text.rfind(SKILL_KEY)
-  start, tries = text.find("{"), 0
-  while 0 <= start < end_of_keys and tries < MAX_OBJECTS:
-    tries += 1
-    value = _object_at(text, start)
+  start, scanned = text.find("{"), 0
+  for _ in range(MAX_OBJECTS):
+    if not 0 <= start < end_of_keys:
+      return
+    try:
+      value = json.JSONDecoder(strict=False).raw_decode(text, start)[0]
+    except (ValueError, RecursionError):
+      span, end = _balanced(text, start) if scanned < MAX_SCANNED_CHARS else ("", start)
+      scanned += end - start
+      value = _repaired(span) if SKILL_KEY in span else None
     if isinstance(value, dict) and SKILL_KEY in value:
       yield value
     start = text.find("{", start + 1)
 
 
-def _object_at(text: str, start: int) -> Any:
-  try:
-    return json.JSONDecoder(strict=False).raw_decode(text, start)[0]
-  except (ValueError, RecursionError):
-    pass
-  span = _balanced(text, start)
-  if SKILL_KEY not in span:
-    return None
+def _repaired(span: str) -> Any:
+  """Reads an object that is almost JSON; None where that fails."""
   # Strings are matched first and kept, so that a comma inside one is never touched.
   repaired = re.sub(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|,(?=\s*[}\]])""", lambda m: m[1] or "", span, flags=re.S)
   try:
@@ -252,11 +253,11 @@ def _object_at(text: str, start: int) -> Any:
     return _literal(repaired)
 
 
-def _balanced(text: str, start: int) -> str:
-  """The text from the brace at `start` to the brace that closes it, blind to braces in strings; "" where none does."""
-  depth, quote, position = 0, "", start
+def _balanced(text: str, start: int) -> tuple[str, int]:
+  """The text from the brace at `start` to the one that closes it, blind to strings ("" if none does); and its end."""
+  depth, quote = 0, ""
   for match in re.compile(r"[{}\"']|\\.", re.S).finditer(text, start):
-    mark, position = match[0], match.end()
+    mark = match[0]
     if quote:
       quote = "" if mark == quote else quote
     elif mark in "\"'":
@@ -264,8 +265,8 @@ def _balanced(text: str, start: int) -> str:
     elif mark in "{}":
       depth += 1 if mark == "{" else -1
       if depth == 0:
-        return text[start:position]
-  return ""
+        return text[start : match.end()], match.end()
+  return "", len(text)
 
 
 def _literal(text: str) -> Any:
@@ -298,8 +299,8 @@ def insert_skill(prompt: str, skill: str, *, block: Block = DEFAULT_BLOCK, ancho
 
   The block follows the first line that holds the first anchor found; where no anchor occurs it precedes the last line
   that starts with "Now it's your turn"; where that is missing too it ends the message. The block brings its own
-  newlines and the prompt around it is unchanged. An empty skill returns the prompt itself. In `transcript` mode only the
-  first message states the task and takes the skill (`skill_prompts`). Raises ValueError for a block without {skill}.
+  newlines and the prompt around it is unchanged. An empty skill returns the prompt itself. In `transcript` mode only
+  the first message states the task and takes the skill (`skill_prompts`). ValueError for a block without {skill}.
   """
   skill = clean(skill, MAX_SKILL_CHARS)
   if not skill:
@@ -336,8 +337,8 @@ def clean(text: str, limit: int) -> str:
   line = " ".join("".join(kept).split())
   if len(line) <= limit:
     return line
-  head = line[:limit].rstrip()
-  return head if line[limit] == " " or " " not in head else head.rsplit(" ", 1)[0]
+  words = line[: limit + 1].rpartition(" ")[0]
+  return words or line[:limit]
 
 
 def _fill(template: str, **values: str) -> str:
