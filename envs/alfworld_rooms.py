@@ -214,12 +214,15 @@ def game(split: str, family: str, index: int) -> dict[str, Any]:
   }
 
 
-def write_game(folder: str, split: str, family: str, index: int) -> str:
-  """Writes the game in the layout of the official data, `folder/json_2.1.1/<split>/<task>/<trial>/game.tw-pddl`;
-  returns the path."""
+def write_game(folder: str, split: str, family: str, index: int, *, into: str = "train") -> str:
+  """Writes a generated game where an official one of the split `into` would be; returns the path.
+
+  That is `folder/json_2.1.1/<into>/<task type>-<object>-None-<target>-<index>/trial_<index>/game.tw-pddl`, so that
+  other ALFWorld programs can play it too.
+  """
   drawn = room(split, family, index)
   task = f"{FAMILIES[family]}-{drawn['object']}-None-{drawn['target']}-{index}"
-  path = os.path.join(folder, "json_2.1.1", split, task, f"trial_{index:08d}", "game.tw-pddl")
+  path = os.path.join(folder, "json_2.1.1", into, task, f"trial_{index:08d}", "game.tw-pddl")
   os.makedirs(os.path.dirname(path), exist_ok=True)
   with open(path, "w", encoding="utf-8") as file:
     json.dump(game(split, family, index), file)

@@ -1,4 +1,4 @@
-"""The environment pool: the same results with and without workers, and a run that goes on whatever an environment does."""
+"""The environment pool: the same results with and without workers, and a run that outlives what environments do."""
 
 import os
 import pathlib
