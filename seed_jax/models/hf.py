@@ -150,8 +150,9 @@ class _Safetensors:
     if self.shapes[one] != self.shapes[other]:
       return False
     left, right = self._files[one].get_slice(one), self._files[other].get_slice(other)
-    step = 8192
-    return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, self.shapes[one][0], step))
+    rows, step = self.shapes[one][0], 8192
+    blocks = (slice(i, min(i + step, rows)) for i in range(0, rows, step))  # a slice here may not reach past the end
+    return all(np.array_equal(left[block], right[block]) for block in blocks)
 
 
 def _read_config(directory: pathlib.Path) -> ModelConfig:
