@@ -1,0 +1,47 @@
+"""Stage `annotate`: an analyzer from outside reads every collected episode; what parses is kept (paper, hindsight skill annotation)."""
+
+from __future__ import annotations
+
+import time
+
+from seed_jax import skills
+from seed_jax.analyzers import ExternalAnalyzer, ScriptedAnalyzer
+from seed_jax.collect import load_collected
+from seed_jax.metrics import say
+from seed_jax.run import ConfigError, Run
+from seed_jax.trajectory import load_trajectories, save_trajectories
+
+
+def make_analyzer(run: Run):
+  """The analyzer that config.annotate names: `scripted` (the benchmark's own) or `external` (an OpenAI-compatible endpoint)."""
+  a = run.config.annotate
+  if a.analyzer == "scripted":
+    return ScriptedAnalyzer(run.benchmark.analyze)
+  if a.analyzer == "external":
+    return ExternalAnalyzer(cache_dir=str(run.workdir / "analyzer_cache"), **a.external.to_dict())
+  raise ConfigError(f"config.annotate.analyzer={a.analyzer!r} is unknown; choose scripted or external")
+
+
+def run_annotate(run: Run) -> dict:
+  """Annotates the collected episodes; writes trajectories/annotated (the ones with a skill)."""
+  started = time.monotonic()
+  trajectories = load_collected(run)
+  readable = [t for t in trajectories if t.turns and not t.error]
+  texts = make_analyzer(run).analyze(readable)
+  parsed = skills.attach_analyses(readable, texts)
+  kept = [t for t in readable if t.skill]
+  if not kept:
+    raise ConfigError(f"no analysis of {len(readable)} episodes could be used; look at the analyzer")
+  for t in kept:
+    t.analysis = skills.format_analysis(skills.Analysis(t.summary, t.skill))
+  save_trajectories(str(run.workdir / "trajectories" / "annotated"), kept)
+  say(f"annotate: {len(kept)} of {len(trajectories)} episodes have a skill")
+  return run.finish(
+    "annotate",
+    {"episodes": len(trajectories), "kept": len(kept), "parse_rate": parsed / max(len(readable), 1), "seconds": time.monotonic() - started},
+  )
+
+
+def load_annotated(run: Run):
+  """The annotated trajectories, in order."""
+  return load_trajectories(str(run.workdir / "trajectories" / "annotated"))

@@ -1,0 +1,61 @@
+"""Stage `collect`: the base policy plays; nothing is filtered (paper, Stage 1, offline trajectory collection)."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from seed_jax.metrics import progress, say
+from seed_jax.rollout import Episode, play
+from seed_jax.run import Run, process_seed
+from seed_jax.trajectory import load_trajectories, save_trajectories
+
+
+def run_collect(run: Run) -> dict:
+  """K0 episodes for each of the collection tasks; writes trajectories/collected."""
+  c = run.config.collect
+  started = time.monotonic()
+  model, params = run.load_policy("base")
+  tasks = run.benchmark.tasks(c.split, c.tasks, process_seed(run.config.seed, "collect"))
+  engine = run.actor(model, temperature=c.temperature, seed=process_seed(run.config.seed, "collect samples"))
+  engine.set_params(params)
+  done = []
+  batches = _parts(tasks, c.tasks_per_part)
+  with run.pool(min(engine.num_slots, c.tasks_per_part * c.samples)) as pool:
+    with progress(total=len(tasks) * c.samples, desc="collect", unit="episode", plain=run.plain) as bar:
+      for number, part in enumerate(batches):
+        place = run.workdir / "trajectories" / f"collected-{number:03d}"
+        try:
+          trajectories = load_trajectories(str(place))  # a part that an interrupted run finished
+        except ValueError:
+          episodes = [Episode(task, group, member) for group, task in enumerate(part) for member in range(c.samples)]
+          trajectories = play(engine, pool, run.prompter, episodes, on_episode=lambda t: bar.update(1))
+          save_trajectories(str(place), trajectories)
+        done += trajectories
+  won = float(np.mean([t.won for t in done]))
+  valid = float(np.mean([turn.valid for t in done for turn in t.turns]))
+  failed = sum(bool(t.error) for t in done)
+  say(f"collect: {len(done)} episodes, success {won:.1%}, valid actions {valid:.1%}" + (f", {failed} broke off" if failed else ""))
+  return run.finish(
+    "collect",
+    {
+      "episodes": len(done),
+      "parts": len(batches),
+      "success": won,
+      "valid_actions": valid,
+      "errors": failed,
+      "mean_turns": float(np.mean([t.length for t in done])),
+      "seconds": time.monotonic() - started,
+    },
+  )
+
+
+def load_collected(run: Run):
+  """Every collected trajectory, in order."""
+  parts = run.done("collect")["parts"]
+  return [t for n in range(parts) for t in load_trajectories(str(run.workdir / "trajectories" / f"collected-{n:03d}"))]
+
+
+def _parts(tasks, size):
+  return [tasks[i : i + size] for i in range(0, len(tasks), size)]

@@ -1,0 +1,47 @@
+"""Stage `evaluate`: the fixed panel, without skills, for the final policy and for the one that training began from."""
+
+from __future__ import annotations
+
+import time
+
+from seed_jax.intervals import summarize
+from seed_jax.metrics import progress, say
+from seed_jax.mechanism import run_mechanism
+from seed_jax.rollout import Episode, play
+from seed_jax.run import Run, process_seed
+
+
+def run_evaluate(run: Run) -> dict:
+  """Plays the panel with both policies; writes evaluate.json with overall and macro success and 95 % intervals."""
+  e = run.config.evaluate
+  started = time.monotonic()
+  start_name = (run.done("train") or {}).get("start_from", "sft")
+  results = {}
+  for name in (start_name, "final"):
+    if not run.policy_path(name).exists():
+      continue
+    results[name] = evaluate_policy(run, name)
+    say(f"evaluate: {name} {results[name]['success']:.1%} of {results[name]['episodes']} episodes")
+  last = "final" if "final" in results else start_name
+  values = results[last] | {"start": results[start_name], "panel": {"split": e.split, "tasks": e.tasks, "samples": e.samples, "seed": e.seed}}
+  if e.mechanism_tasks:
+    values["mechanism"] = run_mechanism(run)
+  return run.finish("evaluate", values | {"seconds": time.monotonic() - started})
+
+
+def evaluate_policy(run: Run, name: str) -> dict:
+  """Success of one policy on the panel, `samples` episodes a task at the evaluation temperature, no skill in any prompt."""
+  e = run.config.evaluate
+  model, params = run.load_policy(name)
+  engine = run.actor(model, temperature=e.temperature, seed=process_seed(run.config.seed, "evaluate samples"))
+  engine.set_params(params)
+  episodes = [Episode(task, group, member) for group, task in enumerate(run.panel()) for member in range(e.samples)]
+  with run.pool(min(engine.num_slots, len(episodes))) as pool, progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar:
+    trajectories = play(engine, pool, run.prompter, episodes, on_episode=lambda t: bar.update(1))
+  played = [t for t in trajectories if not t.error]
+  return summarize((t.task_id, t.family, t.won) for t in played) | {
+    "checkpoint": str(run.policy_path(name)),
+    "errors": len(trajectories) - len(played),
+    "turns": sum(t.length for t in played) / max(len(played), 1),
+    "temperature": e.temperature,
+  }

@@ -1,0 +1,270 @@
+"""What the stages share: the work directory, the mesh, the benchmark, the tokenizer, the policies, engines and pools of one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Sequence
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict, FrozenConfigDict
+
+import envs
+from envs.pool import Pool
+from envs.protocol import Task
+from seed_jax import decode, sharding, skills, text
+from seed_jax.batching import RowShape
+from seed_jax.engine import Engine
+from seed_jax.metrics import read_json, write_json
+from seed_jax.models import hf
+from seed_jax.models.config import ModelConfig
+from seed_jax.optimizer import OptimizerConfig
+from seed_jax.rollout import ANALYZE, Prompter, Setting, complete, task_number
+from seed_jax.trajectory import Trajectory
+
+STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
+START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
+
+
+class ConfigError(ValueError):
+  """A config that cannot be run; the message says what to change."""
+
+
+class Run:
+  """One config in one work directory."""
+
+  def __init__(self, config: ConfigDict, workdir: epath.PathLike, *, plain: bool | None = None, resume_from: int | None = None):
+    self.config = FrozenConfigDict(config)
+    self.workdir = epath.Path(workdir)
+    self.plain, self.resume_from = plain, resume_from
+    self.mesh = sharding.make_mesh(**self.config.mesh)
+
+  # -- the work directory --
+
+  def open(self) -> None:
+    """Creates the work directory, or checks that it belongs to this config. Raises ConfigError with the fields that differ."""
+    ours = json.loads(self.config.to_json_best_effort())
+    path = self.workdir / "config.json"
+    if path.exists():
+      differences = _differences(ours, read_json(path))
+      if differences:
+        raise ConfigError(
+          f"{self.workdir} belongs to another config ({'; '.join(differences[:4])}{'; ...' if len(differences) > 4 else ''}); choose another --workdir"
+        )
+    else:
+      self.workdir.mkdir(parents=True, exist_ok=True)
+      write_json(path, ours)
+    if self.config.start:
+      self._take_start(epath.Path(self.config.start))
+
+  def done(self, stage: str) -> dict | None:
+    """What the stage wrote when it was done, or None."""
+    return read_json(self.workdir / f"{stage}.json", None)
+
+  def finish(self, stage: str, values: dict) -> dict:
+    """Marks a stage as done: DIR/<stage>.json."""
+    write_json(self.workdir / f"{stage}.json", values)
+    return values
+
+  def policy_path(self, name: str) -> epath.Path:
+    """Folder of a policy (Hugging Face layout): base, sft or final. A pretrained base lies where config.model.path says."""
+    if name == "base" and self.config.model.path:
+      return epath.Path(resolve_model(self.config.model.path))
+    return self.workdir / "policy" / name
+
+  def resume_step(self, stage: str) -> int | None:
+    """The checkpoint that --resume_from asks for, in the stage that is under way; None means the newest."""
+    return self.resume_from
+
+  # -- models --
+
+  @functools.cached_property
+  def benchmark(self):
+    return envs.benchmark(self.config.benchmark.name, **self.config.benchmark.options.to_dict())
+
+  @functools.cached_property
+  def tokenizer(self) -> text.Tokenizer:
+    return text.load_tokenizer(str(self.policy_path("base")), **self.config.model.tokenizer_options.to_dict())
+
+  def load_policy(self, name: str) -> tuple[ModelConfig, dict]:
+    """A policy's shape and its parameters on the mesh."""
+    config, params = hf.load(str(self.policy_path(name)))
+    return self.runtime(config), sharding.put_params(params, self.mesh)
+
+  def runtime(self, config: ModelConfig) -> ModelConfig:
+    """A model's shape with this run's compute settings."""
+    return dataclasses.replace(
+      config,
+      dtype=self.config.model.dtype,
+      scan_layers=self.config.model.scan_layers,
+      num_valid_tokens=min(self.tokenizer.vocab_size, config.vocab_size),
+    )
+
+  def save_policy(self, name: str, config: ModelConfig, params) -> None:
+    hf.save(str(self.policy_path(name)), config, params, tokenizer=self.tokenizer)
+
+  # -- playing and analysing --
+
+  def setting(self) -> Setting:
+    r = self.config.rollout
+    block = getattr(self.benchmark, "skill_block", None)
+    return Setting(mode=r.mode, history=r.history, max_steps=r.max_steps, max_prompt=r.max_prompt, skill_block=block)
+
+  @functools.cached_property
+  def prompter(self) -> Prompter:
+    return Prompter(self.benchmark, self.tokenizer, self.setting())
+
+  def pool(self, num_envs: int) -> Pool:
+    r = self.config.rollout
+    return Pool(self.benchmark, num_envs, min(r.workers, num_envs), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout)
+
+  def actor(self, model: ModelConfig, *, temperature: float, seed: int, slots: int | None = None) -> Engine:
+    """An engine that acts: one turn is a response of at most config.rollout.max_response tokens."""
+    r = self.config.rollout
+    return Engine(
+      model,
+      self.mesh,
+      num_slots=slots or r.slots,
+      capacity=r.capacity,
+      max_new=r.max_response,
+      sampling=decode.Sampling(temperature, r.top_k, r.top_p),
+      stop_ids=self.tokenizer.stop_ids,
+      seed=seed,
+      find_stop=self._stop_finder(tuple(r.stop_strings)),
+      prefill_buckets=tuple(r.prefill_buckets),
+      smallest=r.smallest_bucket,
+    )
+
+  def analyst(self, model: ModelConfig) -> Engine:
+    """An engine that writes analyses, greedily."""
+    a = self.config.analysis
+    return Engine(
+      model,
+      self.mesh,
+      num_slots=a.slots,
+      capacity=a.max_prompt + a.max_response,
+      max_new=a.max_response,
+      sampling=decode.Sampling(0.0),
+      stop_ids=self.tokenizer.stop_ids,
+      seed=self.config.seed,
+      prefill_buckets=tuple(a.prefill_buckets),
+      smallest=self.config.rollout.smallest_bucket,
+    )
+
+  def analysis_prompt(self, trajectory: Trajectory) -> list[int]:
+    """Token ids of the request for a skill; at most config.analysis.max_prompt of them."""
+    a = self.config.analysis
+    if hasattr(self.benchmark, "analysis_prompt"):
+      message = self.benchmark.analysis_prompt(trajectory.task, trajectory.action_steps, trajectory.won)
+    else:
+      fits = lambda m: len(self.tokenizer.first(m)) <= a.max_prompt  # noqa: E731
+      message = skills.analysis_prompt(trajectory, a.template, fits=fits)
+    return self.tokenizer.first(message)
+
+  def analyze(self, engine: Engine, trajectories: Sequence[Trajectory], *, iteration: int) -> dict[str, float]:
+    """The policy reads its own finished episodes: fills analysis, summary and skill. Returns parse statistics.
+
+    An episode that broke off, or whose request is too long, gets no analysis; one whose answer does not parse gets no skill.
+    """
+    readable = [t for t in trajectories if t.turns and not t.error]
+    prompts = [self.analysis_prompt(t) for t in readable]
+    answers = complete(engine, prompts, [(iteration, task_number(t.task_id), t.member, 0, ANALYZE) for t in readable])
+    texts = ["" if a is None else self.tokenizer.decode(a.tokens) for a in answers]
+    parsed = skills.attach_analyses(readable, texts)
+    return {"analyzed": len(readable), "parsed": parsed, "parse_rate": parsed / max(len(readable), 1)}
+
+  def panel(self) -> list[Task]:
+    """The fixed list of evaluation tasks, sorted by id, written into the work directory."""
+    e = self.config.evaluate
+    path = self.workdir / "panel.json"
+    tasks = sorted(self.benchmark.tasks(e.split, e.tasks, e.seed), key=lambda t: t.id)
+    ids = [t.id for t in tasks]
+    written = read_json(path, None)
+    if written is None:
+      write_json(path, {"split": e.split, "seed": e.seed, "tasks": ids})
+    elif written["tasks"] != ids:
+      raise ConfigError(f"the evaluation panel of {self.workdir} was {len(written['tasks'])} tasks that are no longer the benchmark's; use another --workdir")
+    return tasks
+
+  def row_shapes(self, section) -> tuple[RowShape, ...]:
+    """Row shapes of a config section: micro-batches of about `micro_tokens` tokens."""
+    rows = sharding.num_row_shards(self.mesh)
+    shapes = []
+    for length in section.row_lengths:
+      count = max(section.micro_tokens // length // rows, 1) * rows
+      shapes.append(RowShape(length, max(int(length * section.response_fraction), 1), count))
+    return tuple(shapes)
+
+  # -- helpers --
+
+  def _stop_finder(self, strings: tuple[str, ...]):
+    return functools.partial(text.find_stop, self.tokenizer, stop_strings=strings) if strings else None
+
+  def _take_start(self, other: epath.Path) -> None:
+    """Takes the starting stages of another run over: same seed, same model, same data, so only the method differs."""
+    theirs = read_json(other / "config.json", None)
+    if theirs is None or not (other / "sft.json").exists():
+      raise ConfigError(f"config.start={other} is no work directory with a finished sft stage")
+    ours = json.loads(self.config.to_json_best_effort())
+    sections = ("seed", "benchmark", "model", "base", "collect", "annotate", "sft")
+    differences = _differences({k: ours.get(k) for k in sections}, {k: theirs.get(k) for k in sections})
+    if differences:
+      raise ConfigError(f"config.start={other} started from another config ({'; '.join(differences[:4])})")
+    for name in ("base", "sft"):
+      source, place = other / "policy" / name, self.workdir / "policy" / name
+      if source.exists() and not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.parent / f".{name}.partial"
+        if partial.exists():
+          partial.rmtree()
+        shutil.copytree(source, partial)
+        partial.rename(place)
+    for stage in START_STAGES:
+      found = read_json(other / f"{stage}.json", None)
+      if found is not None and self.done(stage) is None:
+        self.finish(stage, found | {"start": str(other)})
+
+
+def optimizer_config(section) -> OptimizerConfig:
+  """The optimizer of a config section (fields of OptimizerConfig)."""
+  return OptimizerConfig(**section.to_dict())
+
+
+def resolve_model(path: str) -> str:
+  """A model's path; `package:NAME/FILE` names a file that an installed Python package carries."""
+  if not path.startswith("package:"):
+    if "://" not in path and not epath.Path(path).exists():
+      raise ConfigError(f"config.model.path={path} does not exist")
+    return path
+  import importlib.util
+
+  package, _, file = path.removeprefix("package:").partition("/")
+  spec = importlib.util.find_spec(package)
+  if spec is None or not spec.submodule_search_locations:
+    raise ConfigError(f"config.model.path={path}: the Python package {package} is not installed")
+  found = epath.Path(next(iter(spec.submodule_search_locations))) / file
+  if not found.exists():
+    raise ConfigError(f"config.model.path={path}: {package} carries no {file}")
+  return str(found)
+
+
+def process_seed(seed: int, purpose: str) -> int:
+  """A 31-bit seed for one purpose of a run."""
+  return task_number(f"{seed}/{purpose}")
+
+
+def _differences(ours, theirs, path="") -> list[str]:
+  if isinstance(ours, dict) and isinstance(theirs, dict):
+    return [d for key in sorted(ours.keys() | theirs.keys()) for d in _differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)]
+  return [] if ours == theirs else [f"{path}: {theirs} there, {ours} here"]
+
+
+def set_up_jax(cache_dir: epath.PathLike | None) -> None:
+  """The persistent compilation cache: a second run of the same shapes compiles nothing."""
+  if cache_dir:
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

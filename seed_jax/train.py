@@ -1,0 +1,203 @@
+"""Stage `train`: on-policy episodes, hindsight skills by the same policy, paired scoring, GRPO + OPD (paper, Stage 2).
+
+Shapes: Q tasks of an iteration, N episodes of a task, B rows, R response tokens of a row.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from seed_jax import batching, methods, optimizer, score, update
+from seed_jax.checkpoint import Checkpoints
+from seed_jax.metrics import CompileCounter, Timer, Writer, progress, say
+from seed_jax.rollout import Episode, play
+from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
+from seed_jax.update import LossConfig, MethodLoss
+
+MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
+
+
+def run_train(run: Run) -> dict:
+  """Trains policy/sft (or policy/base where the method asks for it) and writes policy/final."""
+  c = run.config.train
+  method = methods.get(run.config.method)
+  start_from = c.start_from or ("sft" if method.needs_sft or run.done("sft") else "base")
+  started = time.monotonic()
+
+  # ---- the policy, its frozen copy as reference, the optimizer
+  model, params = run.load_policy(start_from)
+  loss_config = LossConfig(**c.loss.to_dict(), temperature=run.config.rollout.temperature)
+  reference = jax.tree.map(jnp.copy, params) if loss_config.kl_coef else None
+  chain = optimizer.make_optimizer(optimizer_config(c.optimizer), c.iterations * c.minibatches)
+  step_fn = update.make_update(model, MethodLoss(method, loss_config), chain, temperature=loss_config.temperature)
+  with jax.set_mesh(run.mesh):
+    state = update.init_state(params, chain)
+
+  # ---- where a former run got to
+  checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=run.config.checkpoint.keep)
+  found = checkpoints.restore(state, run.resume_step("train"))
+  first, seconds_before = 0, 0.0
+  if found:
+    first, state, record = found
+    seconds_before = record["seconds"]
+    checkpoints.drop_after(first)
+    say(f"train: resumed at iteration {first} of {c.iterations}")
+
+  # ---- tasks, environments, engines
+  pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
+  if len(pool_of_tasks) < c.tasks_per_iteration:
+    raise ConfigError(f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks")
+  actor = run.actor(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
+  analyst = run.analyst(model) if method.needs_skills else None
+  shapes = run.row_shapes(c)
+  timer, compiles = Timer(), CompileCounter()
+
+  with (
+    run.pool(min(actor.num_slots, c.tasks_per_iteration * c.group_size)) as pool,
+    Writer(run.workdir, resume=first, config=run.config.to_dict()) as writer,
+    progress(total=c.iterations, initial=first, desc=f"train {method.name}", unit="it", plain=run.plain) as bar,
+  ):
+    for iteration in range(first, c.iterations):
+      tick = time.monotonic()
+
+      # ---- 1. episodes by the current policy
+      with timer("rollout"):
+        actor.set_params(state.params)
+        tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
+        episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
+        trajectories = play(actor, pool, run.prompter, episodes, iteration=iteration)
+        log = episode_metrics(trajectories)
+
+      # ---- 2. the same policy writes their hindsight skills
+      with timer("analysis"):
+        if analyst is not None:
+          analyst.set_params(state.params)
+          log |= run.analyze(analyst, trajectories, iteration=iteration)
+
+      # ---- 3. advantages, samples in both contexts, packed mini-batches
+      with timer("batch"):
+        advantages = batching.turn_advantages(
+          trajectories,
+          reward_scale=c.reward_scale,
+          invalid_penalty=c.invalid_penalty,
+          normalize=c.normalize,
+          per_step=c.per_step,
+          advantage=method.advantage,
+        )
+        samples = batching.episode_samples(trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None)
+        parts = _mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
+        with jax.set_mesh(run.mesh):
+          minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
+
+      # ---- 4. both branches scored by the policy that sampled; the reference
+      with timer("score"), jax.set_mesh(run.mesh):
+        minibatches = [[scored(b, state.params, reference, model, loss_config, method) for b in part] for part in minibatches]
+        log |= mismatch([b for part in minibatches for b in part])
+
+      # ---- 5. the update
+      with timer("update"), jax.set_mesh(run.mesh):
+        updates = []
+        for number, part in enumerate(minibatches):
+          if number and c.rescore == "minibatch" and method.needs_skills:
+            part = [rescored(b, state.params, model, loss_config) for b in part]
+          state, metrics = step_fn(state, part)
+          updates.append(metrics)
+        updates = jax.device_get(updates)
+      log |= {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
+
+      # ---- 6. what happened
+      log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
+      log |= {"tokens_sampled": actor.tokens_sampled, "tokens_prefilled": actor.tokens_prefilled}
+      writer.write(iteration, log)
+      bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
+      if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
+        seconds = seconds_before + time.monotonic() - started
+        checkpoints.save(iteration + 1, state, {"seconds": seconds, "method": method.name})
+      if log["skipped"] and not np.isfinite(log["grad_norm"]):
+        say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
+
+  run.save_policy("final", model, state.params)
+  _keep_examples(run, trajectories)
+  return run.finish("train", _summary(run, method, start_from, seconds_before + time.monotonic() - started))
+
+
+def iteration_tasks(tasks, iteration: int, count: int, seed: int):
+  """The `count` tasks of an iteration: a fresh permutation an epoch, families mixed, nothing twice within an epoch."""
+  per_epoch = len(tasks) // count
+  epoch, place = divmod(iteration, per_epoch)
+  order = np.random.default_rng(process_seed(seed, f"task order {epoch}")).permutation(len(tasks))
+  return [tasks[i] for i in order[place * count : (place + 1) * count]]
+
+
+def episode_metrics(trajectories) -> dict[str, float]:
+  """Means over the episodes of an iteration that were played to their end; how many were not."""
+  played = [t for t in trajectories if not t.error]
+  turns = [turn for t in played for turn in t.turns]
+  groups: dict[int, list[bool]] = {}
+  for t in played:
+    groups.setdefault(t.group, []).append(t.won)
+  return {
+    "success": float(np.mean([t.won for t in played])) if played else 0.0,
+    "return": float(np.mean([t.episode_return for t in played])) if played else 0.0,
+    "turns": float(np.mean([t.length for t in played])) if played else 0.0,
+    "valid_actions": float(np.mean([turn.valid for turn in turns])) if turns else 0.0,
+    "response_tokens": float(np.mean([len(turn.response_ids) for turn in turns])) if turns else 0.0,
+    "tied_groups": float(np.mean([len(set(g)) == 1 for g in groups.values()])) if groups else 0.0,
+    "errors": float(len(trajectories) - len(played)),
+  }
+
+
+def scored(batch, params, reference, model, loss: LossConfig, method):
+  """The batch with old (and skill, and reference) log-probabilities, all without gradient."""
+  t = loss.temperature
+  if method.needs_skills:
+    old, skill = score.score_pair(params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=t)
+    batch = batch.replace(old_logprobs=old, skill_logprobs=skill)
+  else:
+    batch = batch.replace(old_logprobs=score.score(params, batch.ordinary, batch.targets, batch.count, model, temperature=t))
+  if reference is not None:
+    batch = batch.replace(ref_logprobs=score.score(reference, batch.ordinary, batch.targets, batch.count, model, temperature=t))
+  return batch.replace(skill=None)  # the update differentiates the ordinary rows only
+
+
+def rescored(batch, params, model, loss: LossConfig):
+  """rescore="minibatch", the paper's notation: the skill branch by the current parameters before every mini-batch."""
+  raise NotImplementedError
+
+
+def mismatch(batches) -> dict[str, float]:
+  """Mean and largest |sampler - scorer| log-probability of the sampled tokens: 1e-5 in float32, or something is wrong."""
+  gaps = [np.abs(np.asarray(b.sampler_logprobs) - np.asarray(b.old_logprobs)) * np.asarray(b.mask) for b in batches]
+  tokens = sum(float(np.asarray(b.mask).sum()) for b in batches)
+  return {"mismatch_mean": sum(float(g.sum()) for g in gaps) / max(tokens, 1.0), "mismatch_max": max(float(g.max()) for g in gaps)}
+
+
+def _mini_batches(samples, count, seed):
+  order = np.random.default_rng(seed).permutation(len(samples))
+  return [[samples[i] for i in sorted(part)] for part in np.array_split(order, min(count, max(len(samples), 1)))]
+
+
+def _keep_examples(run, trajectories) -> None:
+  pass
+
+
+def _summary(run, method, start_from, seconds) -> dict:
+  from seed_jax.metrics import read_rows
+
+  rows = read_rows(run.workdir / "metrics.jsonl")
+  mean = {name: float(np.mean([r[name] for r in rows if r.get(name) is not None] or [0.0])) for name in MEANS}
+  return {
+    "method": method.name,
+    "start_from": start_from,
+    "iterations": len(rows),
+    "seconds": seconds,
+    "parse_rate": mean["parse_rate"],
+    "opd_active": mean["opd_active_ratio"],
+    "gate_mean": mean["gate_mean"],
+    "gate_std": mean["gate_std"],
+    "compilations": int(sum(r.get("compilations") or 0 for r in rows)),
+  }
