@@ -19,6 +19,8 @@ SERIES = ("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06")
 _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", **{color: f"var(--s{i})" for i, color in enumerate(SERIES)}}
 _SIZE = (3.7, 2.3)  # Inches at 100 points an inch: a chart is 370 wide, about a phone.
 
+_POINTS = 500  # A longer curve is thinned: more points than this are not seen at this size.
+
 Points = tuple[Sequence[float], Sequence[float | None]]
 
 
@@ -60,7 +62,9 @@ def _svg(figure) -> str:
 
 
 def _label(name: str) -> str:
-  return name.replace("$", r"\$")  # Between two dollar signs matplotlib would read a formula.
+  """Printable text for matplotlib, which reads a formula between two dollar signs and fails on a lone surrogate."""
+  name = "".join(character if character.isprintable() else "?" for character in name[:40])
+  return name.replace("$", r"\$")
 
 
 def _array(values: Sequence[float | None]) -> np.ndarray:
@@ -71,43 +75,47 @@ def smooth(values: Sequence[float | None], window: int) -> np.ndarray:
   """The mean of the last `window` values at every point (fewer at the start); None and NaN do not count."""
   values = _array(values)
   known = np.isfinite(values)
-  total = np.cumsum(np.where(known, values, 0.0))
+  if not known.any():
+    return np.full(len(values), math.nan)
+  base = values[known][0]  # Sums of differences from it: a constant stays constant to the last bit.
+  total = np.cumsum(np.where(known, values - base, 0.0))
   count = np.cumsum(known)
   total[window:] -= total[:-window].copy()
   count[window:] -= count[:-window].copy()
-  return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+  return base + np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
 
 
 def lines(
-  series: Mapping[str, Points], *, unit: str = "", percent: bool = False, xlabel: str = "iteration", log: bool = False
+  series: Mapping[str, Points], *, unit: str = "", percent: str = "", xlabel: str = "iteration", log: bool = False
 ) -> str:
   """An SVG of one or more curves: every value faint, and over it the mean of the last tenth of the points so far.
 
-  `series`: name -> (x, y) of equal lengths, at most six, None or NaN where a value is missing. `percent` fixes 0-100 %.
+  `series`: name -> (x, y) of equal lengths, at most six, None or NaN where a value is missing. `percent`:
+  "full" shows fractions on 0-100 %, "auto" on the range that they take.
   """
   from matplotlib import ticker
 
   figure, axes = _figure()
   for (name, (x, y)), color in zip(series.items(), SERIES, strict=False):
-    x = np.asarray(x, float)
-    y = _array(y)
+    x, y = _array(x), _array(y)
     window = max(1, len(y) // 10)
+    mean = smooth(y, window)
+    thin = slice(None, None, max(1, len(y) // _POINTS))
     if window > 1:
-      axes.plot(x, y, color=color, linewidth=0.8, alpha=0.35)
-    axes.plot(
-      x,
-      smooth(y, window),
-      color=color,
-      linewidth=1.8,
-      label=_label(name),
-      marker="o" if len(y) == 1 else None,
-      markersize=4,
-    )
+      axes.plot(x[thin], y[thin], color=color, linewidth=0.8, alpha=0.35)
+    marker = "o" if len(y) == 1 else None
+    axes.plot(x[thin], mean[thin], color=color, linewidth=1.8, label=_label(name), marker=marker, markersize=4)
   if log:
     axes.set_yscale("log")
-  if percent:
+  else:
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)
+    low, high = axes.get_ylim()
+    if high - low < 1e-6 * max(abs(low), abs(high)):
+      axes.set_ylim(low - 0.1 * abs(low), high + 0.1 * abs(high))  # A constant: no digits of rounding on the axis.
+  if percent == "full":
     axes.set_ylim(-0.02, 1.02)
-    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
+  if percent:
+    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0 if percent == "full" else None))
   axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
   axes.set_xlabel(xlabel, fontsize=9, color=INK)
   if unit:

@@ -171,12 +171,12 @@ def gain(after: Panel, before: Panel, family: str | None = None) -> tuple[float,
 
   All tasks are compared in pairs where both files list the same outcomes, else as two independent rates.
   """
-  if family is None and after.outcomes and after.outcomes.keys() == before.outcomes.keys():
-    tasks = sorted(after.outcomes)
-    return paired_difference([after.outcomes[task] for task in tasks], [before.outcomes[task] for task in tasks])
   new, old = (panel.overall if family is None else panel.families.get(family) for panel in (after, before))
   if new is None or old is None:
     return None
+  if family is None and after.outcomes and after.outcomes.keys() == before.outcomes.keys():
+    tasks = sorted(after.outcomes)
+    return paired_difference([after.outcomes[task] for task in tasks], [before.outcomes[task] for task in tasks])
   return difference_interval(new.value * new.episodes, new.episodes, old.value * old.episodes, old.episodes)
 
 

@@ -49,7 +49,7 @@ def percent(value: Any) -> str:
 
 def span(low: float, high: float, signed: bool = False) -> str:
   """An interval of rates as "20–31 %", or of differences as "+12 to +20"."""
-  return f"{100 * low:+.0f} to {100 * high:+.0f}" if signed else f"{100 * low:.0f}–{100 * high:.0f} %"
+  return f"{100 * low:+.0f} to {100 * high:+.0f}".replace("-", "−") if signed else f"{100 * low:.0f}–{100 * high:.0f} %"
 
 
 def duration(seconds: Any) -> str:

@@ -12,6 +12,8 @@ import importlib.resources
 import json
 import math
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,18 +39,20 @@ _PACKAGES = (
 
 # Title, keys (the part of a metric's name after its last "/" counts too), options. The other metrics come last.
 _CURVES = (
-  ("Success of training episodes", ("success", "won"), {"percent": True}),
-  ("Success on the panel", ("eval_success", "panel_success"), {"percent": True}),
-  ("Return", ("return", "episode_return"), {}),
-  ("Episode length", ("turns", "episode_length", "steps"), {"unit": "turns"}),
-  ("Skills that parse, trajectories with OPD", ("parse_rate", "opd_active"), {"percent": True}),
+  ("Success of training episodes", ("success",), {"percent": "full"}),
+  ("Success on the panel", ("eval_success",), {"percent": "full"}),
+  ("Return", ("return",), {}),
+  ("Episode length", ("turns",), {"unit": "turns"}),
+  ("Skills that parse, turns with OPD", ("parse_rate", "opd_active_ratio", "opd_active"), {"percent": "full"}),
   ("OPD gate", ("gate_mean", "gate_std"), {}),
-  ("Valid actions", ("valid", "valid_rate"), {"percent": True}),
-  ("KL to the reference", ("kl",), {}),
+  ("Skill branch minus ordinary branch", ("gap_mean",), {"unit": "nats a token"}),
+  ("Valid actions", ("valid_actions",), {"percent": "full"}),
+  ("KL to the reference", ("kl",), {"unit": "nats a token"}),
   ("Entropy", ("entropy",), {"unit": "nats a token"}),
-  ("Loss", ("loss", "policy_loss", "opd_loss"), {}),
-  ("Clipped tokens", ("clip_fraction",), {"percent": True}),
+  ("Loss", ("loss", "pg_loss", "opd_loss"), {}),
+  ("Clipped tokens", ("clip_low_fraction", "clip_high_fraction", "dual_clip_fraction"), {"percent": "auto"}),
   ("Gradient norm", ("grad_norm",), {}),
+  ("Groups without a difference", ("tied_groups",), {"percent": "full"}),
 )
 
 
@@ -86,6 +90,16 @@ def text_table(evaluation: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- the page
 
 
+def run_report(run) -> dict:
+  """Stage `report`: the page, and the table on the terminal. `run` is a `seed_jax.run.Run`."""
+  path = build(run.workdir, command=f"python -m seed_jax.main {shlex.join(sys.argv[1:])}")
+  evaluation = metrics.read_json(run.workdir / "evaluate.json", default=None)
+  if evaluation:
+    print(text_table(evaluation))
+  print(f"report: {path}", flush=True)
+  return run.finish("report", {"path": str(path)})
+
+
 def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epath.Path:
   """Writes `workdir/report.html` from what the stages left there and returns its path.
 
@@ -116,6 +130,7 @@ def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epa
     _head(title, stages, final, start),
     "".join(f"<p class=notice>{clean(notice)}</p>" for notice in notices),
     _families(final, start),
+    _mechanism(stages["evaluate"].get("mechanism")),
     _curves(rows),
     _examples(examples),
     _facts(stages, config, command),
@@ -195,6 +210,31 @@ def _families(final: intervals.Panel, start: intervals.Panel) -> str:
     "<h2>Success by task family</h2><p class=soft>A fixed panel of tasks; 95 % intervals below the rates.</p>"
     f"<div class=pair><table><thead><tr><th>family</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     f"<figure>{charts.rates(picture)}</figure></div>"
+  )
+
+
+def _mechanism(found: Any) -> str:
+  """What a skill in context is worth: no skill, the skill of a success on the same task, the skill of another task."""
+  found = found if isinstance(found, Mapping) else {}
+  body = []
+  for name, label in (("none", "no skill"), ("own", "skill of this task"), ("foreign", "skill of another task")):
+    if number(found.get(name)) is None:
+      continue
+    gain = found.get(f"{name}_gain")
+    gain = [number(value) for value in gain] if isinstance(gain, list) else []
+    points = (
+      f"{100 * gain[0]:+.1f}<small>{span(*gain[1:], signed=True)}</small>"
+      if len(gain) == 3 and None not in gain
+      else ""
+    )
+    body.append(f"<tr><td>{label}</td><td class=number>{percent(found[name])}</td><td class=number>{points}</td></tr>")
+  if not body:
+    return ""
+  return (
+    "<h2>What a skill in context is worth</h2><p class=soft>The policy before training, on "
+    f"{clean(found.get('tasks', '?'), 20)} tasks that it had won once.</p><table class=narrow><thead><tr>"
+    "<th>context</th><th class=number>success</th><th class=number>points</th></tr></thead>"
+    f"<tbody>{''.join(body)}</tbody></table>"
   )
 
 
@@ -295,6 +335,9 @@ def _facts(stages: Mapping[str, Mapping], config: Mapping[str, Any], command: st
   now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
   machine = f"Python {platform.python_version()} on {platform.machine()}; {', '.join(installed)}"
   parts.append(f"<p class=soft>{clean(machine)}. Page written {now}.</p>")
+  times = [f"{name} {duration(value['seconds'])}" for name, value in stages.items() if number(value.get("seconds"))]
+  if times:
+    parts.append(f"<p class=soft>Time by stage: {', '.join(times)}.</p>")
   for name, value in [("config", config), *stages.items()]:
     if value:
       text = json.dumps(hide_secrets(_without_outcomes(value)), indent=2, ensure_ascii=False)
