@@ -1,4 +1,4 @@
-"""Checkpoints in and out: what is read exactly, what is refused and in which words, and what stays on disk when a save fails."""
+"""Checkpoints in and out: what is read exactly, what is refused in which words, what stays when a save fails."""
 
 import dataclasses
 import json

