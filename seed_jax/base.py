@@ -11,16 +11,17 @@ import time
 import jax
 import numpy as np
 
-from seed_jax import text
+from seed_jax import sharding, text
 from seed_jax.batching import Sample
 from seed_jax.metrics import say
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
 from seed_jax.run import Run, process_seed
-from seed_jax.sft import fit
+from seed_jax.supervised import fit
 from seed_jax.trajectory import Trajectory
 
-JSON_PIECES = ('{"episode_summary": "', '", "episode_skill": "', '"}')
+JSON_PIECES = ('{"episode_summary": "', '", "episode_skill": "', '"}')  # the fixed parts of an analysis
+BLOCK_PIECES = ("[", "]")  # around a skill in a prompt
 
 
 def run_base(run: Run) -> dict:
@@ -36,7 +37,7 @@ def run_base(run: Run) -> dict:
   folder = run.workdir / "tokenizer"
   if not (folder / "spm.model").exists():
     lines = [line for d in demonstrations[: c.vocabulary_episodes] for line in _texts(run, d)]
-    text.train_sentencepiece(lines, str(folder), vocab_size=c.vocab_size, symbols=JSON_PIECES)
+    text.train_sentencepiece(lines, str(folder), vocab_size=c.vocab_size, symbols=JSON_PIECES + BLOCK_PIECES, byte_fallback=False)
   tokenizer = text.load_tokenizer(str(folder))
   run.__dict__["tokenizer"] = tokenizer  # the policy's own, before the policy exists
 
@@ -47,10 +48,8 @@ def run_base(run: Run) -> dict:
   samples = [demonstration_sample(run, d, c.observation_weight) for d in demonstrations]
   held_out = max(len(samples) // 50, 1)
   with jax.set_mesh(run.mesh):
-    from seed_jax import sharding
-
     params = sharding.put_params(decoder.init(jax.random.key(process_seed(run.config.seed, "base init")), model), run.mesh)
-  params, curve = fit(run, "base", c, model, params, lambda epoch: samples[held_out:], samples[:held_out])
+  params, curve = fit(run, "base", c, model, params, samples[held_out:], samples[:held_out])
   run.save_policy("base", model, params)
   size = sum(x.size for x in jax.tree.leaves(params))
   return run.finish(

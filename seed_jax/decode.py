@@ -97,13 +97,13 @@ def generate(
 ) -> tuple[Sampled, Slots]:
   """Samples up to max_new tokens in every active slot, each until it samples one of stop_ids (kept: the EOS is trained).
 
-  logits [S, V] follow each slot's last token; keys [S] are typed PRNG keys, one a request; token number i of a request (offset [S] + step) is
+  logits [S, V] follow each slot's last token; keys [S] are typed PRNG keys, one a request; token number i = offset + step of a request is
   drawn with fold_in(key, i), whatever slot it sits in and whoever its neighbours are; active [S] bool. A slot that is full stops too.
   """
   S = logits.shape[0]
 
   def sample(logits, step, done, length, tokens, logprobs, count):
-    token_keys = jax.vmap(jax.random.fold_in)(keys, offset + step)
+    token_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, offset + step)
     token, logprob = ops.sample_tokens(logits, token_keys, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
     logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, logprob[:, None], step, axis=1)
@@ -135,7 +135,7 @@ def generate(
   return Sampled(*carry[4:]), carry[3]
 
 
-@jax.jit(donate_argnames="slots")
+@jax.jit
 def take_slots(slots: Slots, index: jax.Array) -> Slots:
   """The slots at index [S'] as a smaller (or reordered) set, for when most conversations have ended."""
   pick = lambda x: x.at[index].get(out_sharding=jax.typeof(x).sharding.spec)  # noqa: E731

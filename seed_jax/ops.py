@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from seed_jax.sharding import ROWS
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean(x^2) + eps) * weight over the last axis; in float32, since squares of bfloat16 lose the small ones."""
@@ -108,7 +110,8 @@ def sample_tokens(
 
   temperature 0 is greedy. The log-probability is `logprob_and_entropy` at the same temperature over the full vocabulary.
   """
-  logits = logits.astype(jnp.float32)
+  # choosing needs whole rows: [S, V] is small next to the cache that the step reads
+  logits = jax.sharding.reshard(logits.astype(jnp.float32), jax.sharding.PartitionSpec(ROWS[0], None))
   if temperature == 0:
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
   else:

@@ -49,6 +49,8 @@ def run_train(run: Run) -> dict:
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
+  if c.rescore not in ("iteration", "minibatch"):
+    raise ConfigError(f"train.rescore={c.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)")
   if len(pool_of_tasks) < c.tasks_per_iteration:
     raise ConfigError(f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks")
   actor = run.actor(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
@@ -104,7 +106,7 @@ def run_train(run: Run) -> dict:
         for number, part in enumerate(minibatches):
           if number and c.rescore == "minibatch" and method.needs_skills:
             part = [rescored(b, state.params, model, loss_config) for b in part]
-          state, metrics = step_fn(state, part)
+          state, metrics = step_fn(state, [b.replace(skill=None) for b in part])  # only ordinary rows are differentiated
           updates.append(metrics)
         updates = jax.device_get(updates)
       log |= {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
@@ -161,12 +163,13 @@ def scored(batch, params, reference, model, loss: LossConfig, method):
     batch = batch.replace(old_logprobs=score.score(params, batch.ordinary, batch.targets, batch.count, model, temperature=t))
   if reference is not None:
     batch = batch.replace(ref_logprobs=score.score(reference, batch.ordinary, batch.targets, batch.count, model, temperature=t))
-  return batch.replace(skill=None)  # the update differentiates the ordinary rows only
+  return batch
 
 
 def rescored(batch, params, model, loss: LossConfig):
-  """rescore="minibatch", the paper's notation: the skill branch by the current parameters before every mini-batch."""
-  raise NotImplementedError
+  """The paper's notation, rescore="minibatch": the skill branch by the current parameters; the old branch stays the sampler's."""
+  _, skill = score.score_pair(params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature)
+  return batch.replace(skill_logprobs=skill)
 
 
 def mismatch(batches) -> dict[str, float]:

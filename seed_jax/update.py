@@ -129,7 +129,7 @@ def make_update(config: ModelConfig, loss: Loss, optimizer: optax.GradientTransf
     with jax.named_scope("update"):
       return jax.lax.fori_loop(0, batch.count, body, (grads, metrics))
 
-  @jax.jit(donate_argnums=(0, 1))
+  @jax.jit(donate_argnums=0)
   def apply(state: TrainState, grads, metrics):
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm)

@@ -12,13 +12,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # From the ground up to the programs: a module imports modules of EARLIER lines only. A new module gets its line here.
 ORDER = """
-  ground: advantages losses methods ops sharding attention
+  ground: advantages losses methods sharding ops attention
   models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
   inference: decode engine score
   records: progress metrics intervals records
   learning: optimizer update checkpoint
   agent: text_template text_sentencepiece text skills analyzers trajectory batching rollout
-  programs: config run base collect annotate sft train evaluate compare charts page report preflight main
+  programs: run supervised base collect annotate sft train mechanism evaluate compare charts page report preflight main
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()
