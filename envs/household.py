@@ -227,6 +227,10 @@ class Household:
       lines.append(f"> {action}" if valid else f"> {action} (invalid)")
     return "\n".join(lines)
 
+  def skill_block(self, skill: str) -> str:
+    """The line that carries a skill in this benchmark's prompts."""
+    return skill_block(skill)
+
   def demonstrations(self, count: int, seed: int) -> Iterator[Any]:
     """`count` episodes of demonstrators of mixed quality in train rooms (see `envs.household_demos`)."""
     from envs.household_demos import demonstrations

@@ -242,7 +242,7 @@ class Demonstrator:
     return f"use {LAMP} 1"
 
 
-def play(env, task: Task, habits: Habits, skill: str, rng: random.Random, *, idle: int = 5):
+def play(env, task: Task, habits: Habits, skill: str, rng: random.Random, *, idle: int = 2):
   """One demonstrated episode: (steps as (observation, action, valid), final observation, won).
 
   A demonstrator that has resigned is cut off after `idle` more steps: its wandering teaches nothing new.
