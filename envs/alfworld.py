@@ -6,8 +6,9 @@ need no data; their seeds and their (object, receptacle) goals are disjoint.
 
 Protocol. An action is a command such as "take potato 2 from countertop 2"; anything else is answered with "Nothing
 happens." and costs a step. The syntax before ALFWorld 0.4 ("put X in/on Y", now "move X to Y") is such an unknown
-command and is not translated. Reward is 1.0 at the winning step, else 0. The engine itself does not tell a win from
-the step limit; here `terminated` is a win, `truncated` the limit. The game's banner and its task sentence are taken
+command and is not translated. Reward is 1.0 at the winning step, else 0. TextWorld does not tell a win from the step
+limit; here `terminated` is a win, `truncated` the limit. A goal that holds from the start (some official games with two
+objects) shows as `info["won"]` at the reset, and the first step wins. The game's banner and its task sentence are taken
 out of the first observation: the sentence is `info["task"]`.
 
 Cost on one core: an official kitchen takes 0.35 s for a reset and 4 ms a step, a generated room half of it; a process
@@ -93,9 +94,6 @@ class ALFWorldEnv(gymnasium.Env):
     if self._state is None or self._ended:
       raise gymnasium.error.ResetNeeded("the ALFWorld episode is over (or never began): call reset() before step()")
     self._steps += 1
-    if self._won:  # true from the start, which the engine itself only reports after a step: any action ends the episode
-      self._ended = True
-      return self._text, 1.0, True, False, self._info(True)
     command = str(action).strip()
     valid = command in self._state["_valid_commands"]
     self._state, _, _ = self._engine.step(command)

@@ -1,4 +1,4 @@
-"""ALFWorld on the real TextWorld engine: generated games of all families, the official one where it is there, faults."""
+"""ALFWorld on the real TextWorld engine: generated games of all families, the official game if it is there, faults."""
 
 import json
 import logging
@@ -167,7 +167,7 @@ def test_rooms_keep_their_promises():
     if kind == "Potato"
   ]
   assert len(at_home) > 80
-  assert at_home.count("Fridge") / len(at_home) > 2 / 12  # far more often than by chance
+  assert at_home.count("Fridge") / len(at_home) > 0.3  # by chance it would be one in six
 
 
 def test_splits_share_no_goal_and_every_goal_is_dealt():
@@ -254,6 +254,7 @@ def test_malformed_games_are_named_skipped_and_counted(folder, caplog, monkeypat
 
 def test_a_game_that_only_the_engine_finds_malformed(folder):
   env = ALFWorldEnv(data=str(folder))
+  env.reset(options={"task": SMALL})
   bad = {"split": "train", "family": "pick", "game": "pick_and_place_simple-A-None-B-6/trial_1/game.tw-pddl"}
   with pytest.raises(GameError, match="B-6/trial_1/game.tw-pddl: the engine cannot load it"):
     env.reset(options={"task": bad})

@@ -157,6 +157,7 @@ def test_resets_that_wait_are_played_by_the_new_worker():
     assert results[1].observation == "start 1" and not results[1].error
     assert "exit code 3" in results[2].error
     # an idle worker that dies is replaced when it is next needed; a reset survives that, an episode does not
+    start(pool)
     os.kill(pool._workers[0].process.pid, signal.SIGKILL)
     pool._workers[0].process.wait()
     pool.reset(0, {"start": 4})
