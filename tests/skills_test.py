@@ -250,7 +250,7 @@ Think first."""
 
 
 def test_block_follows_the_line_that_states_the_task():
-  assert skills.insert_skill(PROMPT, "Open the fridge.", block="\nHINT {skill}") == PROMPT.replace(
+  assert skills.insert_skill(PROMPT, "Open the fridge.", block="HINT {skill}") == PROMPT.replace(
     "potato.\nObs", "potato.\nHINT Open the fridge.\nObs", 1
   )
   text = skills.insert_skill(PROMPT, "Open the fridge.")
@@ -260,21 +260,21 @@ def test_block_follows_the_line_that_states_the_task():
 
 @pytest.mark.parametrize("anchor", skills.ANCHORS)
 def test_every_anchor_is_found_in_the_middle_and_at_the_end(anchor):
-  assert skills.insert_skill(f"a\nx {anchor} b\nc", "s", block="[{skill}]") == f"a\nx {anchor} b[s]\nc"
-  assert skills.insert_skill(f"{anchor} b", "s", block="[{skill}]") == f"{anchor} b[s]"
+  assert skills.insert_skill(f"a\nx {anchor} b\nc", "s", block="[{skill}]") == f"a\nx {anchor} b\n[s]\nc"
+  assert skills.insert_skill(f"{anchor} b", "s", block="[{skill}]") == f"{anchor} b\n[s]"
 
 
 def test_earlier_anchor_wins_over_earlier_line():
   prompt = "Your question: who?\nYour task is to: answer\nend"
-  assert skills.insert_skill(prompt, "s", block="[{skill}]") == "Your question: who?\nYour task is to: answer[s]\nend"
-  assert skills.insert_skill(prompt, "s", block="[{skill}]", anchors=("end",)) == prompt + "[s]"
+  assert skills.insert_skill(prompt, "s", block="[{skill}]") == "Your question: who?\nYour task is to: answer\n[s]\nend"
+  assert skills.insert_skill(prompt, "s", block="[{skill}]", anchors=("end",)) == prompt + "\n[s]"
 
 
 def test_without_a_task_line_the_block_precedes_the_turn_or_ends_the_message():
   assert skills.insert_skill("a\nNow it's your turn.\nb", "s", block="\n[{skill}]") == "a\n[s]\nNow it's your turn.\nb"
   assert skills.insert_skill("Now it's your turn.", "s", block="\n[{skill}]") == "[s]\nNow it's your turn."
   assert skills.insert_skill("a\nb", "s", block="\n[{skill}]") == "a\nb\n[s]"
-  assert skills.insert_skill("", "s", block="[{skill}]") == "[s]"
+  assert skills.insert_skill("a", "s", block="\n\n[{skill}]") == "a\n\n[s]", "more newlines are the block's business"
 
 
 @pytest.mark.parametrize("skill", ["", "  \n ", "\x00\u202e"])
@@ -291,7 +291,7 @@ def test_a_skill_is_one_line_of_data():
 
 
 def test_block_may_be_a_function_and_must_name_the_skill():
-  assert skills.insert_skill("Your question: a", "s", block=lambda skill: f" <{skill}>") == "Your question: a <s>"
+  assert skills.insert_skill("Your question: a", "s", block=lambda skill: f"<{skill}>") == "Your question: a\n<s>"
   with pytest.raises(ValueError, match=r"has no \{skill\}"):
     skills.insert_skill(PROMPT, "s", block="HINT")
 
@@ -300,7 +300,7 @@ def test_block_may_be_a_function_and_must_name_the_skill():
 @given(prompt=st.text(alphabet="ab \nNY") | st.just(PROMPT), skill=WORDS)
 def test_the_prompt_around_the_block_is_unchanged(prompt, skill):
   text = skills.insert_skill(prompt, skill, block="<<{skill}>>")
-  assert text.replace(f"<<{skills.clean(skill, 1200)}>>", "", 1) == prompt
+  assert text.replace(f"\n<<{skills.clean(skill, 1200)}>>", "", 1) == prompt
 
 
 def test_skill_prompts_change_every_window_message_and_the_first_of_a_transcript():
@@ -313,9 +313,9 @@ def test_skill_prompts_change_every_window_message_and_the_first_of_a_transcript
 
   holder = Holder()
   holder.mode = "window"
-  assert skills.skill_prompts(holder, block=" [{skill}]") == ["Your task is to: a [s]", "Your task is to: b [s]"]
+  assert skills.skill_prompts(holder, block="[{skill}]") == ["Your task is to: a\n[s]", "Your task is to: b\n[s]"]
   holder.mode = "transcript"
-  assert skills.skill_prompts(holder, block=" [{skill}]") == ["Your task is to: a [s]", "Your task is to: b"]
+  assert skills.skill_prompts(holder, block="[{skill}]") == ["Your task is to: a\n[s]", "Your task is to: b"]
 
 
 def test_clean_keeps_what_shapes_words():
