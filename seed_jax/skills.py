@@ -298,9 +298,10 @@ def insert_skill(prompt: str, skill: str, *, block: Block = DEFAULT_BLOCK, ancho
   """Puts a skill into the text of a user message, before the chat template: H(h, s) of the paper.
 
   The block follows the first line that holds the first anchor found; where no anchor occurs it precedes the last line
-  that starts with "Now it's your turn"; where that is missing too it ends the message. The block
-  starts a line of its own; further newlines are its own business, and the prompt around it is unchanged. An empty skill returns the prompt itself. In `transcript` mode only
-  the first message states the task and takes the skill (`skill_prompts`). ValueError for a block without {skill}.
+  that starts with "Now it's your turn"; where that is missing too it ends the message. The block starts a line of its
+  own; more newlines are its own business, and the prompt around it is unchanged. An empty skill returns the prompt
+  itself. In `transcript` mode only the first message states the task and takes the skill (`skill_prompts`). Raises
+  ValueError for a block without {skill}.
   """
   skill = clean(skill, MAX_SKILL_CHARS)
   if not skill:
