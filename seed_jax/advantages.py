@@ -56,7 +56,7 @@ def group_advantages(
   weights = jnp.where((ids >= 0) & (ids < num_groups), weights.reshape(-1), 0.0)
   counted = weights > 0
   ids = jnp.where(counted, ids, 0)
-  returns = jnp.where(counted, returns.reshape(-1), 0.0)
+  returns = returns.reshape(-1)
 
   def total(values):
     return jax.ops.segment_sum(weights * values, ids, num_segments=num_groups)

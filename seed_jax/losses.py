@@ -142,12 +142,11 @@ def grpo_terms(
 ) -> Terms:
   """Sums over this batch of all that GRPO averages over tokens; see `grpo_loss` for the arguments.
 
-  Masked positions are cleared before any arithmetic, so that their gradient is exactly 0 whatever they hold.
+  A masked position has gradient exactly 0 whatever it holds, for `logprobs` are cleared before any arithmetic.
   """
   logprobs, old_logprobs, mask = _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-  logprobs, old_logprobs = _clear(logprobs, mask), _clear(old_logprobs, mask)
-  advantages = _clear(_per_token(advantages, mask, "advantages"), mask)
-  ratio, _ = _ratio_and_advantages(logprobs, old_logprobs, advantages)
+  logprobs = _clear(logprobs, mask)
+  ratio, advantages = _ratio_and_advantages(logprobs, old_logprobs, advantages)
   clip = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
   values = {
     "pg_loss": clipped_surrogate(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, **clip),
@@ -159,11 +158,9 @@ def grpo_terms(
     "old_kl": kl_penalty(logprobs=old_logprobs, ref_logprobs=logprobs),
   }
   if ref_logprobs is not None:
-    _same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    values["kl"] = kl_penalty(logprobs=logprobs, ref_logprobs=_clear(ref_logprobs, mask), estimator=kl_estimator)
+    values["kl"] = kl_penalty(logprobs=logprobs, ref_logprobs=ref_logprobs, estimator=kl_estimator)
   if entropy is not None:
-    _same_shape(logprobs=logprobs, entropy=entropy)
-    values["entropy"] = _clear(entropy, mask)
+    _, values["entropy"] = _same_shape(logprobs=logprobs, entropy=entropy)
   zero = jnp.zeros((), jnp.float32)
   return {"tokens": {"kl": zero, "entropy": zero} | {name: _masked_sum(value, mask) for name, value in values.items()}}
 
@@ -176,7 +173,7 @@ def opd_terms(*, logprobs, skill_logprobs, mask, skill_mask, opd_beta=5.0, token
   """
   logprobs, skill_logprobs, mask = _same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs, mask=mask)
   active = _skill_mask(mask, skill_mask)
-  logprobs, skill_logprobs = _clear(logprobs, active), _clear(skill_logprobs, active)
+  logprobs = _clear(logprobs, active)
   gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=opd_beta)
   values = {
     "opd_loss": token_loss(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=opd_beta),
@@ -354,4 +351,4 @@ def _masked_sum(values, mask):
 
 def _divide(numerator, denominator):
   denominator = jnp.asarray(denominator, jnp.float32)
-  return jnp.where(denominator > 0, numerator / jnp.where(denominator > 0, denominator, 1.0), 0.0)
+  return numerator / jnp.where(denominator > 0, denominator, 1.0)  # nothing counted: the numerator is 0, too

@@ -62,8 +62,8 @@ def test_samples_left_out_get_zero_and_do_not_count():
   out = group_advantages(returns, ids, num_groups=2, weights=np.array([True, False, True, False, True]))
   # group 0 without the failed episode is {1, 3}; group 1 shrinks to one member
   np.testing.assert_allclose(out, [-0.707106, 0, 0.707106, 0, 0], atol=1e-6)
-  outside = group_advantages(np.array([1.0, 50.0, 3.0, 50.0]), np.array([0, -1, 0, 7]), num_groups=2)
-  np.testing.assert_allclose(outside, [-0.707106, 0, 0.707106, 0], atol=1e-6)
+  outside = group_advantages(np.array([1.0, 50.0, 3.0, 50.0, 1.0, 3.0]), np.array([0, -1, 0, 7, 1, 1]), num_groups=2)
+  np.testing.assert_allclose(outside, [-0.707106, 0, 0.707106, 0, -0.707106, 0.707106], atol=1e-6)
 
 
 def test_weights_count_repeats():
@@ -83,8 +83,14 @@ def test_statistics_per_step_and_per_trajectory():
   # per trajectory: mean 6.666667, std sqrt((44.44 + 2 * 11.11) / 2) = 5.773503
   per_trajectory = group_advantages(returns, ids, num_groups=1, weights=np.repeat(1 / steps, steps))
   np.testing.assert_allclose(per_trajectory, np.repeat([-1.154700, 0.577350, 0.577350], steps), atol=1e-5)
-  alone = group_advantages(np.full(7, 0.1), np.zeros(7, int), num_groups=1, weights=np.full(7, 1 / 7))
-  np.testing.assert_array_equal(alone, np.zeros(7))
+
+
+@pytest.mark.parametrize("normalize", ["mean_std", "mean"])
+def test_one_trajectory_alone_gives_zero_even_where_its_steps_differ(normalize):
+  for steps in (1, 3, 5, 6, 7, 11):  # some of these shares of 1 sum to a little more than 1 in float32
+    scores, ids, weights = -0.1 * np.arange(steps), np.zeros(steps, int), np.full(steps, 1 / steps)
+    out = group_advantages(scores, ids, num_groups=1, weights=weights, normalize=normalize)
+    np.testing.assert_array_equal(out, np.zeros(steps))
 
 
 @FIXED

@@ -130,7 +130,8 @@ def test_seed_loss_equals_a_plain_loop(seed, shape, beta):
 
 
 def test_metrics_by_hand():
-  r = np.array([[1.5, 0.5, 1.0, 4.0], [1.0, 0.5, 4.0, 9.0]])  # row 0: A = 1; row 1: A = -1; the last token is masked
+  # Row 0 has A = 1, row 1 has A = -1; the last token is masked.
+  r = np.array([[1.5, 1.3, 1.25, 4.0], [1.5, 0.5, 4.0, 9.0]])
   gap = np.array([[0.2, -0.2, 0.0, 0.2], [0.0, 0.0, 0.0, 0.0]])
   logprobs = np.full((2, 4), -1.0)
   loss, m = losses.seed_loss(
@@ -142,11 +143,12 @@ def test_metrics_by_hand():
     skill_mask=np.array([1, 0]),
     entropy=np.full((2, 4), 2.0),
   )
-  # surrogate: -1.2 - 0.5 - 1, then 1 + 0.8 + 3 (dual clip of 4): 2.1 / 6 = 0.35
-  np.testing.assert_allclose(m["pg_loss"], 0.35, rtol=1e-5)
-  np.testing.assert_allclose(m["ratio_mean"], 8.5 / 6, rtol=1e-6)
-  for name in ("clip_low_fraction", "clip_high_fraction", "dual_clip_fraction"):
-    np.testing.assert_allclose(m[name], 1 / 6, rtol=1e-6)
+  # surrogate: -1.2 three times, then 1.5 + 0.8 + 3 (dual clip of 4): 1.7 / 6
+  np.testing.assert_allclose(m["pg_loss"], 1.7 / 6, rtol=1e-5)
+  np.testing.assert_allclose(m["ratio_mean"], 10.05 / 6, rtol=1e-6)
+  np.testing.assert_allclose(m["clip_high_fraction"], 3 / 6, rtol=1e-6)
+  np.testing.assert_allclose(m["clip_low_fraction"], 1 / 6, rtol=1e-6)
+  np.testing.assert_allclose(m["dual_clip_fraction"], 1 / 6, rtol=1e-6)
   # gates sigmoid(1), sigmoid(-1), .5 = .731059, .268941, .5: mean .5, std .231059 * sqrt(2 / 3) = .188659
   np.testing.assert_allclose(m["gate_mean"], 0.5, atol=1e-6)
   np.testing.assert_allclose(m["gate_std"], 0.188659, atol=1e-5)

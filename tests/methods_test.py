@@ -56,6 +56,14 @@ def test_a_method_without_policy_gradient_keeps_its_other_terms():
   np.testing.assert_allclose(loss, 0.1 * metrics["kl"] + 0.5 * metrics["opd_loss"], rtol=1e-6)
 
 
+def test_the_auxiliary_loss_is_the_methods_own():
+  common, skill = batch()
+  half = dataclasses.replace(methods.get("seed"), auxiliary=lambda *, logprobs, skill_logprobs, beta: 0.5 * logprobs)
+  _, metrics = half.loss(**common, **skill)
+  rows = skill["skill_mask"] == 1
+  np.testing.assert_allclose(metrics["opd_loss"], 0.5 * common["logprobs"][rows].mean(), rtol=1e-6)
+
+
 def test_methods_that_make_no_sense_are_refused():
   seed = methods.get("seed")
   with pytest.raises(ValueError, match="context 'hindsight' is unknown; choose one of none, own_hindsight"):
