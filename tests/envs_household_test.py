@@ -167,6 +167,17 @@ def test_every_admissible_action_is_accepted_and_parsed():
       done = won or cut
 
 
+def test_admissible_actions_in_full():
+  env = crafted("heat", "potato", "sinkbasin", KITCHEN)
+  run(env, ["go to fridge 1", "open fridge 1"])
+  go = [f"go to {place}" for place in ("countertop 1", "microwave 1", "shelf 1", "sinkbasin 1")]
+  idle = ["look", "inventory"]
+  here = ["close fridge 1", "take egg 1 from fridge 1", "take potato 2 from fridge 1", "examine fridge 1"]
+  assert sorted(env.step("look")[4]["admissible"]) == sorted(go + idle + here)
+  hold = ["close fridge 1", "move egg 1 to fridge 1", "cool egg 1 with fridge 1", "examine fridge 1", "examine egg 1"]
+  assert sorted(env.step("take egg 1 from fridge 1")[4]["admissible"]) == sorted(go + idle + hold)
+
+
 def test_parse_judges_grammar():
   assert BENCHMARK.parse(" Take  Potato 2\nfrom fridge 1 ") == ("take potato 2 from fridge 1", True)
   for text in ("", "go to fridge", "please go to fridge 1", "take potato 2", "look around", "<b>look</b>"):
@@ -314,6 +325,20 @@ def test_demonstrators_leave_room_and_follow_skills():
   assert strange - alone < 0.5 * (1.0 - alone)
 
 
+def test_a_workflow_is_followed_without_search():
+  rng, env, straight = random.Random(5), BENCHMARK.make(), 0
+  for task in BENCHMARK.tasks("train", 120, 8):
+    plan = expert(env, task)
+    steps, text = [], env.reset(options={"task": task.payload})[0]
+    for action in plan:
+      steps.append((text, action, True))
+      text = env.step(action)[0]
+    skill = analyze(sentence(task), steps, True)["episode_skill"]
+    taken = [action for _, action, _ in play(env, task, Habits.of(0.0), skill, rng)[0]]
+    straight += taken == plan
+  assert straight > 0.7 * 120  # the others slip once and still find their way
+
+
 def test_corpus_is_reproducible_and_mixed():
   one, two = list(demonstrations(BENCHMARK, 200, 4)), list(BENCHMARK.demonstrations(200, 4))
   assert one == two
@@ -394,6 +419,8 @@ def test_analyzer_reads_text_alone():
     found = BENCHMARK.analyze(sentence(task), steps, won)
     assert sorted(found) == ["episode_skill", "episode_summary"]
     assert 0 < len(found["episode_skill"].split()) <= 30 and 0 < len(found["episode_summary"].split()) <= 15
+    for listing in re.findall(r"is not in ([^.]*)", found["episode_skill"]):
+      assert len(listing.split(", ")) <= 4
     # Whatever place or object is named stands in the episode.
     told = "\n".join(f"{o}\n{a}" for o, a, _ in steps) + sentence(task) + " microwave 1 fridge 1 sinkbasin 1"
     assert set(re.findall(r"\w+ \d", found["episode_skill"])) <= set(re.findall(r"\w+ \d", told))
