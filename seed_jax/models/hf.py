@@ -275,7 +275,12 @@ def _replacing(path):
     yield fresh
     if path.exists():
       path.rename(old)
-    fresh.rename(path)
+    try:
+      fresh.rename(path)
+    except OSError:
+      if old.exists():
+        old.rename(path)
+      raise
   finally:
     shutil.rmtree(fresh, ignore_errors=True)
     if path.exists():

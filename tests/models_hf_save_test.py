@@ -1,0 +1,145 @@
+"""Saving a model: it appears whole or not at all, replaces nothing but a model, and several processes write one."""
+
+import dataclasses
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from seed_jax.models import decoder, hf
+from seed_jax.models.config import ModelConfig
+
+TIED = ModelConfig("LlamaForCausalLM", 37, 24, 2, 4, 2, 6, 20, rope_theta=500.0, rms_norm_eps=1e-5, eos_id=3)
+
+
+def random_params(config, seed=0):
+  """The decoder's own tree, every leaf random (its initial norms and biases would hide a swap)."""
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0))
+  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+
+
+@pytest.fixture
+def saved(tmp_path):
+  params = random_params(TIED)
+  hf.save(tmp_path / "model", TIED, params)
+  return tmp_path / "model", params
+
+
+def test_parameters_of_another_shape_are_not_saved(tmp_path):
+  params = random_params(TIED)
+  with pytest.raises(ValueError, match=r"missing .*layers.q_bias.* unknown none"):
+    hf.save(tmp_path / "model", dataclasses.replace(TIED, architecture="Qwen2ForCausalLM", qkv_bias=True), params)
+  with pytest.raises(ValueError, match=r"embed has shape \(37, 24\), this LlamaForCausalLM has \(38, 24\)"):
+    hf.save(tmp_path / "model", dataclasses.replace(TIED, vocab_size=38), params)
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_save_replaces_a_model_and_nothing_else(saved, tmp_path):
+  directory, _ = saved
+  (directory / "stale").write_text("")
+  params = random_params(TIED, seed=1)
+  hf.save(directory, TIED, params)
+  assert not (directory / "stale").exists()
+  np.testing.assert_array_equal(hf.load(directory)[1]["embed"], params["embed"])
+  (tmp_path / "empty").mkdir()
+  hf.save(tmp_path / "empty", TIED, params)
+  (tmp_path / "photos").mkdir()
+  (tmp_path / "photos" / "one.jpg").write_text("x")
+  for wrong in ("photos", "photos/one.jpg"):
+    with pytest.raises(ValueError, match="exists and is not a model directory"):
+      hf.save(tmp_path / wrong, TIED, params)
+  assert (tmp_path / "photos" / "one.jpg").read_text() == "x"
+
+
+def test_a_failed_save_leaves_the_old_model(saved, tmp_path):
+  directory, params = saved
+
+  class Broken:
+    stop_ids = (1,)
+
+    def save(self, directory):
+      raise OSError("disk full")
+
+  with pytest.raises(OSError, match="disk full"):
+    hf.save(directory, TIED, random_params(TIED, seed=1), tokenizer=Broken())
+  np.testing.assert_array_equal(hf.load(directory)[1]["embed"], params["embed"])
+  assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_failed_rename_brings_the_old_model_back(saved, tmp_path, monkeypatch):
+  directory, params = saved
+  real = pathlib.Path.rename
+
+  def rename(self, target):
+    if ".new-" in self.name:
+      raise OSError("read-only file system")
+    return real(self, target)
+
+  monkeypatch.setattr(pathlib.Path, "rename", rename)
+  with pytest.raises(OSError, match="read-only"):
+    hf.save(directory, TIED, random_params(TIED, seed=1))
+  np.testing.assert_array_equal(hf.load(directory)[1]["embed"], params["embed"])
+  assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+PROCESS = """
+import sys
+import jax
+import numpy as np
+from seed_jax import sharding
+from seed_jax.models import hf
+rank, port, source, target = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
+config, params = hf.load(source)
+mesh = sharding.make_mesh(1, 4, 1)
+specs = sharding.param_specs(params)
+place = lambda x, spec: jax.make_array_from_callback(x.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: x[i])
+placed = jax.tree.map(place, params, specs)
+assert not placed["layers"]["q"].is_fully_addressable
+hf.save(target, config, placed, max_shard_bytes=5000)
+hf.load(target)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_model(saved, tmp_path):
+  directory, params = saved
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  root = pathlib.Path(hf.__file__).parents[2]
+  environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+  running = [
+    subprocess.Popen(
+      [sys.executable, "-c", PROCESS, str(rank), str(port), str(directory), str(tmp_path / "theirs")], env=environment
+    )
+    for rank in range(2)
+  ]
+  try:
+    assert [process.wait(timeout=240) for process in running] == [0, 0]
+  finally:
+    for process in running:
+      process.kill()
+  jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "theirs")[1], params)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "theirs"]
+
+
+def test_a_remote_directory_is_copied(saved, tmp_path, monkeypatch):
+  from etils import epath
+
+  store, real = tmp_path / "store", epath.Path
+  monkeypatch.setattr(epath, "Path", lambda path: real(str(path).replace("gs://bucket", str(store))))
+  params = random_params(TIED, seed=2)
+  for _ in range(2):  # the second time it is there already
+    hf.save("gs://bucket/policy/final", TIED, params)
+  jax.tree.map(np.testing.assert_array_equal, hf.load("gs://bucket/policy/final")[1], params)
+  with pytest.raises(FileNotFoundError, match="no such model: gs://bucket/policy/first"):
+    hf.load("gs://bucket/policy/first")
