@@ -48,31 +48,39 @@ class ALFWorldEnv(gymnasium.Env):
   training room is drawn.
 
   max_steps: the step limit. data: folder that holds json_2.1.1 ($ALFWORLD_DATA where None). expert: also plan
-  (slower), see `info`.
-  info: "task" (sentence), "admissible" (tuple, without "help"), "won", "valid" (False where the last action was no
-  command of this state), "family", "gamefile" ("" for generated rooms), and with `expert` "expert_plan" (the
-  planner's commands from here to the goal).
+  (slower), see `info`. strict: see "valid".
+  info: "task" (sentence), "admissible" (tuple, without "help"), "won", "valid" (False with `strict` where the last
+  action was no command of this state; True otherwise, for the official protocol judges the format of a response
+  alone), "family", "gamefile" ("" for generated rooms), and with `expert` "expert_plan" (the planner's commands from
+  here to the goal).
   Raises `GameError` for a game that cannot be played and `gymnasium.error.ResetNeeded` for a step outside an episode.
   """
 
   metadata = {"render_modes": ["ansi"], "render_fps": 1}
 
   def __init__(
-    self, max_steps: int = 30, data: str | None = None, expert: bool = False, render_mode: str | None = "ansi"
+    self,
+    max_steps: int = 30,
+    data: str | None = None,
+    expert: bool = False,
+    strict: bool = False,
+    render_mode: str | None = "ansi",
   ):
-    from envs.alfworld_engine import Engine  # needs the extra; the prompts and the task lists of this module do not
+    from envs.alfworld_engine import take_engine  # needs the extra; prompts and parser do not
 
     if max_steps < 1:
       raise ValueError(f"max_steps {max_steps} must be at least 1")
     self.max_steps, self.render_mode = max_steps, render_mode
     self.observation_space = gymnasium.spaces.Text(min_length=0, max_length=10_000, charset=string.printable)
     self.action_space = gymnasium.spaces.Text(min_length=0, max_length=text.MAX_ACTION, charset=string.printable)
-    self._data, self._expert = data, expert
-    self._engine = Engine(expert)
+    self._data, self._expert, self._strict = data, expert, strict
+    self._engine = take_engine(expert)
     self._state = None
 
   def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None):
     super().reset(seed=seed)
+    if self._engine is None:
+      raise gymnasium.error.ClosedEnvironmentError("this ALFWorld environment was closed: make another one")
     payload = (options or {}).get("task")
     if payload is None:
       drawn = int(self.np_random.integers(1 << 20))
@@ -90,12 +98,20 @@ class ALFWorldEnv(gymnasium.Env):
     self._state = state
     return self._text, self._info(True)
 
+  def close(self) -> None:
+    """Gives the engine back to the process; the environment is of no use afterwards."""
+    from envs.alfworld_engine import give_back
+
+    if self._engine is not None:
+      give_back(self._engine)
+      self._engine = self._state = None
+
   def step(self, action: str):
     if self._state is None or self._ended:
       raise gymnasium.error.ResetNeeded("the ALFWorld episode is over (or never began): call reset() before step()")
     self._steps += 1
     command = str(action).strip()
-    valid = command in self._state["_valid_commands"]
+    valid = not self._strict or command in self._state["_valid_commands"]
     self._state, _, _ = self._engine.step(command)
     self._text, self._won = self._state.feedback.strip(), bool(self._state["won"])
     truncated = not self._won and self._steps >= self.max_steps
@@ -133,12 +149,14 @@ class ALFWorld:
 
   max_steps: 30 as in SEED; 50 in ALFWorld's own configuration. plain: prompts for a small model, which ask for the
   action alone, without thinking; the action tag then suffices for a valid format. data: folder with the official
-  games, $ALFWORLD_DATA where None.
+  games, $ALFWORLD_DATA where None. strict: an action that the game does not know counts as invalid too, as it does in
+  the household; the official protocol judges the format alone.
   """
 
   max_steps: int = 30
   plain: bool = False
   data: str | None = None
+  strict: bool = False
   name = "alfworld"
   families = tuple(rooms.FAMILIES)
   splits = SPLITS
@@ -212,7 +230,7 @@ class ALFWorld:
     return sorted(chosen, key=lambda task: task.id)
 
   def make(self, expert: bool = False) -> ALFWorldEnv:
-    return ALFWorldEnv(self.max_steps, self.data, expert)
+    return ALFWorldEnv(self.max_steps, self.data, expert, self.strict)
 
   def window_prompt(
     self, task: str, history: Sequence[tuple[str, str]], step: int, observation: str, admissible: Sequence[str]

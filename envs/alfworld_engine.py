@@ -2,9 +2,9 @@
 
 Three facts about TextWorld 1.7 shape this module.
 1. Every `PddlEnv` copies and opens its own libdownward.so, which is never unloaded (~2 MB for each object): an
-   `Engine` is made once and loads game after game. Several engines may live in one process, each with its own native
-   state, as long as one is used at a time: the PDDL translator keeps its state in module globals, so threads break
-   it.
+   `Engine` is made once and loads game after game. Closed environments give theirs back. Several engines may live in
+   one process, each with its own native state, as long as one is used at a time: the PDDL translator keeps its state
+   in module globals, so threads break it.
 2. A load and a reset translate the same problem four times (~0.25 s each for an official kitchen). A small memo makes
    that one.
 3. The admissible commands are derived by parsing a text grammar for each action on each step (30-65 ms). Filling the
@@ -97,6 +97,16 @@ def shown_names(ids: list[str]) -> dict[str, str]:
   return names
 
 
+def take_engine(expert: bool = False) -> Engine:
+  """An engine that a closed environment of this process gave back, or a new one."""
+  return _FREE[expert].pop() if _FREE[expert] else Engine(expert)
+
+
+def give_back(engine: Engine) -> None:
+  """Keeps an engine for the next environment, for it can not be unloaded."""
+  _FREE[bool(engine.request_infos.policy_commands)].append(engine)
+
+
 class Engine(PddlEnv):
   """One reusable game engine: `load(data)`, `reset()`, `step(command)`, as TextWorld's own, and cheaper (see the
   module's text).
@@ -155,6 +165,9 @@ class Engine(PddlEnv):
   def _command(self, action) -> str:
     names = {placeholder.name: self._entity_infos[value.name].name for placeholder, value in action.mapping.items()}
     return _plain_template(action.command_template).format(**names)
+
+
+_FREE: dict[bool, list[Engine]] = {False: [], True: []}
 
 
 @functools.lru_cache(maxsize=8)
