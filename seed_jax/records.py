@@ -82,9 +82,7 @@ def append_lines(path: str | os.PathLike, lines: Iterable[str]) -> None:
 def read_lines(path: str | os.PathLike) -> list[bytes]:
   """The lines of a local file, without the last one if it is unfinished."""
   with open(path, "rb") as file:
-    size = _complete_bytes(file)
-    file.seek(0)
-    return file.read(size).split(b"\n")[:-1]
+    return file.read().split(b"\n")[:-1]
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

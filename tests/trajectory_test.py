@@ -263,6 +263,9 @@ def test_a_stop_at_any_move_leaves_the_old_set_or_the_new_one(tmp_path, call, wh
       assert calls == ["mkdir", "rename", "rename", "rmtree"] and call > len(calls)
   moved = call > 2 or (call, when) == (2, "after")  # the old set has made room
   assert load_trajectories(tmp_path / "set") == (new if moved else old)
+  with pytest.raises(Exception, match="skill holds a int"):
+    save_trajectories(tmp_path / "set", [episode(1, skill=7)])
+  assert load_trajectories(tmp_path / "set") == (new if moved else old), "a failing save after that loses nothing"
   save_trajectories(tmp_path / "set", mixed())
   assert load_trajectories(tmp_path / "set") == mixed()
   assert os.listdir(tmp_path) == ["set"]
@@ -420,6 +423,10 @@ def test_jsonl_grows_and_drops_what_a_kill_left_unfinished(tmp_path):
   path.write_bytes(whole[:-5])
   assert load_jsonl(path) == [episode(1), episode(2)]
   append_jsonl(path, [episode(4)])
+  assert load_jsonl(path) == [episode(1), episode(2), episode(4)]
+  with open(path, "ab") as file:
+    file.write(b"unfinished" * 20_000)
+  append_jsonl(path, [])
   assert load_jsonl(path) == [episode(1), episode(2), episode(4)]
   path.write_bytes(b"unfinished" * 20_000)
   assert load_jsonl(path) == []
