@@ -27,8 +27,8 @@ case "$*" in
     mkdir -p "$3/bin"
     echo "made by the stub" >"$3/pyvenv.cfg"
     echo "$version" >"$3/bin/version"
-    [ ! -e "$STUB/venv_dies" ] || exit 1
     cp "$0" "$3/bin/python"
+    [ ! -e "$STUB/venv_dies" ] || exit 1
     ;;
   "-m pip install "*)
     shift 3
@@ -39,7 +39,7 @@ case "$*" in
     ;;
   "-m seed_jax.main "*) shift 2; note main "$@"; exit "$(cat "$STUB/exit" 2>/dev/null || echo 0)" ;;
   "-m ruff "*) shift 2; note ruff "$@"; [ ! -e "$STUB/lint" ] ;;
-  "-m pytest"*) shift 2; note pytest "$@"; exit "$(cat "$STUB/exit" 2>/dev/null || echo 0)" ;;
+  "-m pytest"*) shift 2; note pytest "$PWD" "$@"; exit "$(cat "$STUB/exit" 2>/dev/null || echo 0)" ;;
   "- "*) exec "$REAL_PYTHON" "$@" ;;
   *) echo "the stub does not know: $*" >&2; exit 99 ;;
 esac
@@ -279,10 +279,10 @@ def test_the_tests_script_lints_and_tests(place, tmp_path):
   assert calls[3:] == [
     ["ruff", "check", "."],
     ["ruff", "format", "--check", "."],
-    ["pytest", "tests/x_test.py", "-k", "a b"],
+    ["pytest", str(place.root), "tests/x_test.py", "-k", "a b"],
   ]
   place.run(".ci/run", cwd=tmp_path)
-  assert place.calls("pytest") == [[""]]
+  assert place.calls("pytest") == [[str(place.root)]]
 
 
 def test_the_tests_script_fails_for_lint_and_for_tests(place):

@@ -149,6 +149,7 @@ def test_long_texts_and_many_turns_are_cut(workdir):
   short = {"task": "t" * 9_999, "turns": [turn]}
   metrics.write_json(workdir / "examples.json", [short | {"turns": [turn] * 100}] + [short] * 40)
   shown = page(workdir)
+  assert "60. a" in shown.text and "61. a" not in shown.text
   assert "8000 more characters" in shown.text and "… 40 more turns" in shown.text and shown.tags.count("ol") == 24
   assert (workdir / "report.html").stat().st_size < 2e6
 
