@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
   "Timer",
   "Writer",
   "is_writer",
+  "keep_examples",
   "plain_value",
   "progress",
   "read_json",
@@ -84,8 +85,13 @@ def write_text(path: epath.PathLike, text: str) -> None:
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-  temporary.write_text(text)
+  temporary.write_bytes(_encode(text))
   temporary.replace(path)
+
+
+def _encode(text: str) -> bytes:
+  """UTF-8; half a character in a sampled text becomes its escape, which JSON reads back as what it was."""
+  return text.encode("utf-8", "backslashreplace")
 
 
 # ---------------------------------------------------------------- metric rows
@@ -130,13 +136,13 @@ class Writer:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in read_rows(self.path, key=key) if resume is None or row[key] <= resume]
     text = "".join(_line(row) for row in rows)
-    if self.path.exists() and self.path.read_bytes() != text.encode():
+    if self.path.exists() and self.path.read_bytes() != _encode(text):
       write_text(self.path, text)
     # An object store cannot append: there the whole text is written again, at most every half minute.
     self._remote = "://" in str(self.path)
     self._text, self._written = text, time.monotonic()
     if not self._remote:
-      self._file = open(os.fspath(self.path), "a", encoding="utf-8")
+      self._file = open(os.fspath(self.path), "a", encoding="utf-8", errors="backslashreplace")
     if tensorboard:
       self._board = _open_board(epath.Path(directory) / "tensorboard" / name, resume)
     if wandb:
@@ -223,6 +229,51 @@ def _open_wandb(project: str, directory: epath.PathLike, config: Mapping[str, An
   except Exception as error:
     say(f"warning: no Weights & Biases run ({type(error).__name__}: {error})")
     return None
+
+
+def keep_examples(
+  workdir: epath.PathLike, trajectories: Iterable[Any], *, split: str, iteration: int | None = None, count: int = 6
+) -> None:
+  """Adds episodes to `workdir/examples.json` for the report: half of them won, half lost, as many families as possible.
+
+  Takes `seed_jax.trajectory.Trajectory` or whatever has its fields. Examples of the same split and iteration are
+  replaced, so a stage that runs again leaves the same file.
+  """
+  if not is_writer():
+    return
+  chosen: list[Any] = []
+  episodes = [episode for episode in trajectories if episode.turns and not episode.error]
+  for won, share in ((True, (count + 1) // 2), (False, count // 2)):
+    seen: collections.Counter = collections.Counter()
+    ranked = []  # The first of every family, then the second of every family, ...
+    for place, episode in enumerate(episodes):
+      if bool(episode.won) == won:
+        ranked.append((seen[episode.family], place, episode))
+        seen[episode.family] += 1
+    chosen += [episode for *_, episode in sorted(ranked, key=lambda item: item[:2])[:share]]
+  path = epath.Path(workdir) / "examples.json"
+  kept = [
+    item for item in read_json(path, default=[]) if (item.get("split"), item.get("iteration")) != (split, iteration)
+  ]
+  write_json(path, kept + [_example(episode, split, iteration) for episode in chosen])
+
+
+def _example(episode: Any, split: str, iteration: int | None) -> dict[str, Any]:
+  return {
+    "task": episode.task[:4_000],
+    "family": episode.family,
+    "won": bool(episode.won),
+    "split": split,
+    "iteration": iteration,
+    "summary": episode.summary[:4_000],
+    "skill": episode.skill[:4_000],
+    "parsed": bool(episode.skill) if episode.analysis else None,
+    "turns": [
+      {name: getattr(turn, name)[:4_000] for name in ("observation", "action", "response")}
+      | {"valid": bool(turn.valid)}
+      for turn in episode.turns
+    ],
+  }
 
 
 # ---------------------------------------------------------------- time and compilations

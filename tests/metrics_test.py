@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,14 @@ class TestJson:
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"bytes\.json is not a JSON file"):
       metrics.read_json(tmp_path / "bytes.json")
+
+  def test_half_a_character_survives(self, tmp_path):
+    metrics.write_json(tmp_path / "x.json", {"text": "é\ud800"})
+    assert metrics.read_json(tmp_path / "x.json") == {"text": "é\ud800"}
+    for _ in range(2):  # Opening again must neither fail nor change it.
+      with metrics.Writer(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"text": "é\ud800"})
+    assert metrics.read_rows(tmp_path / "metrics.jsonl") == [{"iteration": 1, "text": "é\ud800"}]
 
 
 class TestWriter:
@@ -161,6 +170,37 @@ def test_read_rows_takes_the_later_of_two_and_leaves_out_noise(tmp_path):
   )
   assert metrics.read_rows(path) == [{"iteration": 1}, {"iteration": 2, "a": 2}]
   assert metrics.read_rows(tmp_path / "none.jsonl") == []
+
+
+def episode(family, won, **changes):
+  turn = types.SimpleNamespace(observation="a room", action="look", response="look\ud800", valid=True)
+  fields = {"task": "find it", "turns": [turn], "error": "", "skill": "", "summary": "", "analysis": ""} | changes
+  return types.SimpleNamespace(family=family, won=won, **fields)
+
+
+class TestExamples:
+  def test_both_outcomes_and_many_families(self, tmp_path):
+    episodes = [episode("heat", True), episode("heat", True), episode("heat", False), episode("cool", True)]
+    episodes += [episode("pick", True, error="broke"), episode("pick", True, turns=[])]
+    metrics.keep_examples(tmp_path, episodes, split="train", iteration=3, count=4)
+    kept = metrics.read_json(tmp_path / "examples.json")
+    assert [(item["family"], item["won"]) for item in kept] == [("heat", True), ("cool", True), ("heat", False)]
+    assert kept[0]["turns"] == [{"observation": "a room", "action": "look", "response": "look\ud800", "valid": True}]
+
+  def test_the_same_again_replaces_and_another_adds(self, tmp_path):
+    for split, iteration in (("train", 3), ("unseen", None), ("train", 3), ("train", 4)):
+      metrics.keep_examples(tmp_path, [episode("heat", True)], split=split, iteration=iteration)
+    kept = metrics.read_json(tmp_path / "examples.json")
+    assert [(item["split"], item["iteration"]) for item in kept] == [("unseen", None), ("train", 3), ("train", 4)]
+
+  def test_what_the_analysis_gave(self, tmp_path):
+    episodes = [
+      episode("a", True, analysis="{", skill=""),
+      episode("b", True, analysis="{}", skill="s"),
+      episode("c", True),
+    ]
+    metrics.keep_examples(tmp_path, episodes, split="train")
+    assert [item["parsed"] for item in metrics.read_json(tmp_path / "examples.json")] == [False, True, None]
 
 
 def test_timer_sums_a_phase_and_starts_again():
