@@ -4,7 +4,7 @@ A slot is one environment with one episode at a time. Slot s lives in worker s %
 of its own that is made once and reused. A worker is a separate program, started afresh (never a fork of this process,
 which may hold a device) and without this program's main module, so that it never loads jax. It plays one request at a
 time; a deadline runs from the moment at which the request reaches it. With `num_workers=0` the environments live in
-this process: nothing is pickled, and deadlines do not apply.
+this process: nothing is copied, and deadlines do not apply.
 
 What goes wrong in an environment never ends the run. An exception in reset() or step() comes back as that slot's
 result, in `error`, and the slot takes its next reset. When a worker hangs, is killed or crashes, the request it was
@@ -17,45 +17,27 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import importlib
 import json
 import multiprocessing.connection as mp_connection
 import os
-import pickle
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from envs.pool_worker import Player, Result, describe, pack, receive, send
+
+__all__ = ["Pool", "Result"]
+
 START_SECONDS = 180.0  # imports and the first environment object, on a machine that is busy
 GIVE_UP_AFTER = 3  # workers in a row that died without one answer
 
 _BOOTSTRAP = (
-  "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from envs.pool import _serve; _serve(int(sys.argv[1]))"
+  "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from envs.pool_worker import serve; serve(int(sys.argv[1]))"
 )
-
-
-@dataclasses.dataclass
-class Result:
-  """What a reset or a step gave. After an error the episode is over: `observation` is "", `info["won"]` False,
-  `truncated` True."""
-
-  observation: Any
-  reward: float = 0.0
-  terminated: bool = False
-  truncated: bool = False
-  info: dict[str, Any] = dataclasses.field(default_factory=dict)
-  error: str = ""
-
-  @classmethod
-  def failed(cls, error: str) -> Result:
-    return cls("", truncated=True, info={"task": "", "admissible": (), "won": False}, error=error)
 
 
 class Pool:
@@ -63,8 +45,8 @@ class Pool:
   by slot.
 
   benchmark: a name for `envs.benchmark(name)`, a Benchmark (its `make` is used), or a callable without arguments that
-  makes an environment.
-    With workers it is pickled, so it must be importable from a module (not from the program's main script).
+  makes an environment; with workers it must be importable from a module (not the main script), as a dataclass or a
+  function.
   num_envs: number of slots. num_workers: processes, 0 for none; more than num_envs are not started.
   step_timeout, reset_timeout: seconds a worker may spend on one request.
   """
@@ -89,10 +71,10 @@ class Pool:
     self._done: list[tuple[int, Result]] = []
     self._closed = False
     if self.num_workers == 0:
-      self._local = _Player(benchmark)
+      self._local = Player(benchmark)
       self._workers = []
     else:
-      source = pickle.dumps(benchmark)
+      source = describe(benchmark)
       self._workers = [_Worker(source, index) for index in range(self.num_workers)]
     self._finalizer = weakref.finalize(self, _stop, self._workers)  # also at interpreter exit
 
@@ -144,6 +126,8 @@ class Pool:
       raise ValueError(f"slot {slot} is outside 0..{self.num_envs - 1}")
     if slot in self._pending:
       raise ValueError(f"slot {slot} has a request already; take its result with ready() first")
+    if self.num_workers:
+      pack(argument)  # refuses, here and now, what cannot be sent
     self._pending.add(slot)
     if self.num_workers == 0:
       self._done.append((slot, self._local.play(slot, kind, argument)))
@@ -165,11 +149,10 @@ class Pool:
     for connection in mp_connection.wait(list(waiting), timeout):
       worker = waiting[connection]
       try:
-        data = connection.recv_bytes()
+        answer = receive(connection)
       except (EOFError, OSError):
         self._replace(worker, f"worker process ended ({worker.ended()})")
         continue
-      answer = _unpacked(data)
       if isinstance(answer, str):
         raise RuntimeError(f"environment worker {worker.index} cannot start: {answer}")
       worker.failures = 0
@@ -177,10 +160,9 @@ class Pool:
         (slot, kind, _), worker.playing = worker.playing, None
         if kind == "reset":
           worker.lost.pop(slot, None)
-        worker.live.add(slot)
-        if answer.error:
-          worker.live.discard(slot)
-        self._done.append((slot, answer))
+        result = Result(*answer)
+        (worker.live.discard if result.error else worker.live.add)(slot)
+        self._done.append((slot, result))
       worker.started, worker.deadline = True, None
       self._feed(worker)
     now = time.monotonic()
@@ -197,7 +179,7 @@ class Pool:
     worker.playing, worker.limit = request, self._timeouts[request[1]]
     worker.deadline = time.monotonic() + worker.limit
     try:
-      worker.connection.send(request)
+      send(worker.connection, request)
     except OSError:  # it died while idle, and the request never reached it
       worker.queue.appendleft(request)
       worker.playing = None
@@ -234,7 +216,7 @@ class Pool:
 class _Worker:
   """The parent's side of one worker process."""
 
-  def __init__(self, source: bytes, index: int):
+  def __init__(self, source: list, index: int):
     self.source, self.index = source, index
     self.queue: collections.deque = collections.deque()  # (slot, kind, argument) not sent yet
     self.live: set[int] = set()  # slots whose environment in the process has been reset
@@ -258,7 +240,7 @@ class _Worker:
     self.started, self.playing, self.limit = False, None, START_SECONDS
     self.deadline: float | None = time.monotonic() + START_SECONDS
     with contextlib.suppress(OSError):  # a process that died at once is noticed by the next poll
-      self.connection.send_bytes(self.source)
+      send(self.connection, self.source)
 
   def ended(self) -> str:
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -282,80 +264,3 @@ def _stop(workers: list[_Worker]) -> None:
     except subprocess.TimeoutExpired:
       worker.process.kill()
       worker.process.wait()
-
-
-class _Player:
-  """The environments of one process, made when their slot is first used."""
-
-  def __init__(self, benchmark: Any):
-    if isinstance(benchmark, str):
-      benchmark = importlib.import_module("envs").benchmark(benchmark)
-    self._make, self._envs = getattr(benchmark, "make", benchmark), {}
-
-  def play(self, slot: int, kind: str, argument: Any) -> Result:
-    if slot not in self._envs:
-      self._envs[slot] = self._make()  # an error here is not one of an episode: nothing can be played, so it is raised
-    env = self._envs[slot]
-    try:
-      if kind == "reset":
-        observation, info = env.reset(options=None if argument is None else {"task": argument})
-        return Result(observation, info=dict(info))
-      observation, reward, terminated, truncated, info = env.step(argument)
-      return Result(observation, float(reward), bool(terminated), bool(truncated), dict(info))
-    except (Exception, SystemExit) as error:  # a library that calls exit() must not end the run
-      return Result.failed(f"{type(error).__name__}: {error}")
-
-  def close(self) -> None:
-    for env in self._envs.values():
-      with contextlib.suppress(Exception):
-        env.close()
-    self._envs.clear()
-
-
-def _serve(descriptor: int) -> None:
-  """The worker program: answers requests from the socket until it closes."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it closes the socket
-  threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
-  with mp_connection.Connection(descriptor) as connection:
-    try:
-      _answer(connection)
-    except (EOFError, ConnectionError):  # the parent closed the pool, or is gone
-      return
-
-
-def _answer(connection: mp_connection.Connection) -> None:
-  source = connection.recv_bytes()
-  try:
-    player = _Player(pickle.loads(source))
-  except Exception as error:
-    connection.send(f"{type(error).__name__}: {error}")
-    return
-  connection.send(None)
-  while True:
-    try:
-      request = connection.recv()
-    except (EOFError, ConnectionError):
-      player.close()
-      return
-    try:
-      answer = player.play(*request)
-    except Exception as error:  # the environment cannot be made
-      answer = f"{type(error).__name__}: {error}"
-    try:
-      connection.send(answer)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:  # something in the answer can not be sent
-      connection.send(Result.failed(f"{type(error).__name__}: {error}"))
-
-
-def _unpacked(data: bytes) -> Any:
-  try:
-    return pickle.loads(data)
-  except Exception as error:  # an object of a class that only the worker has
-    return Result.failed(f"the answer cannot be read: {type(error).__name__}: {error}")
-
-
-def _leave_with(parent: int) -> None:
-  # The socket tells an idle worker that the parent is gone; a hung one would stay for ever.
-  while os.getppid() == parent:
-    time.sleep(2.0)
-  os._exit(1)

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 
+import numpy as np
 import pytest
 
 from envs.pool import Pool
@@ -107,7 +108,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error():
   with Pool(fake_envs.Fake, 1, 1) as pool:
     start(pool)
     pool.step(0, "lambda")
-    assert "pickle" in collect(pool, 1)[0].error
+    assert collect(pool, 1)[0].error == "TypeError: a function cannot be sent between the pool and its workers"
     pool.step(0, "1")
     assert collect(pool, 1)[0].observation == "total 1"
 
@@ -166,7 +167,7 @@ def test_resets_that_wait_are_played_by_the_new_worker():
     assert results[0].observation == "start 4" and results[1].error
 
 
-def test_a_pool_that_cannot_start_says_so():
+def test_a_pool_that_cannot_start_says_so(monkeypatch):
   with pytest.raises(OSError, match="data folder is missing"), Pool(fake_envs.broken, 1, 0) as pool:
     pool.reset(0, {})
   with Pool(fake_envs.broken, 2, 1) as pool, pytest.raises(RuntimeError, match="OSError: the data folder is missing"):
@@ -175,12 +176,35 @@ def test_a_pool_that_cannot_start_says_so():
   with Pool("no such benchmark", 1, 1) as pool, pytest.raises(RuntimeError, match="unknown benchmark"):
     pool.reset(0, {})
     pool.ready(timeout=60)
+  monkeypatch.setattr("envs.pool._BOOTSTRAP", "import os; os._exit(9)")
   with (
-    Pool(fake_envs.DiesUnpickled(), 1, 1) as pool,
+    Pool(fake_envs.Fake, 1, 1) as pool,
     pytest.raises(RuntimeError, match="3 times in a row.*exit code 9"),
   ):
     pool.reset(0, {})
     collect(pool, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_an_environment_shows_arrives_as_it_was(num_workers):
+  with Pool(fake_envs.Benchmark(5, (1, "x")), 1, num_workers) as pool:
+    assert start(pool)[0].observation == "start 5"
+    pool.step(0, "show")
+    result = collect(pool, 1)[0]
+    assert result.observation.dtype == np.float32 and result.observation.tolist() == [[1, 1], [1, 1]]
+    assert result.info["array"].dtype == np.uint8 and result.info["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert result.info["nested"] == {"list": [1, (2, "é")]} and result.info["number"] == 0.5
+    assert result.info["fields"] == (1, "x")
+    result.info["array"][0, 0] = 9  # a copy of one's own
+
+
+def test_what_cannot_reach_a_worker_is_refused():
+  with pytest.raises(TypeError, match="workers cannot import"):
+    Pool(lambda: fake_envs.Fake(), 1, 1)
+  with Pool(fake_envs.Fake, 1, 1) as pool:
+    with pytest.raises(TypeError, match="a set cannot be sent"):
+      pool.reset(0, {"start": {1}})
+    assert start(pool)[0].observation == "start 0"
 
 
 def test_misuse_raises():
