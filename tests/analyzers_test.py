@@ -2,6 +2,10 @@
 
 import http.server
 import json
+import pathlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -408,7 +412,25 @@ def test_garbage_is_not_cached(serve, tmp_path):
   endpoint = serve(lambda number, body: (200, {}, b"garbage" if number == 0 else chat(ANSWER)))
   with pytest.raises(analyzers.AnalyzerError):
     external(endpoint, cache_dir=tmp_path).analyze([Episode(0)])
+  assert not list(tmp_path.rglob("*.json"))
   assert external(endpoint, cache_dir=tmp_path).analyze([Episode(0)]) == [ANSWER]
+
+
+def test_a_killed_run_pays_for_nothing_twice(serve, tmp_path):
+  endpoint = serve(lambda number, body: (200, {}, chat(ANSWER)))
+  program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import analyzers_test as t
+stop = lambda done, total, counters: done == 5 and os.kill(os.getpid(), signal.SIGKILL)
+analyzer = t.external({endpoint.url!r}, cache_dir={str(tmp_path)!r}, concurrency=2, progress=stop)
+analyzer.analyze([t.Episode(i) for i in range(20)])
+"""
+  assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+  asked = len(endpoint.bodies)
+  analyzer = external(endpoint, cache_dir=tmp_path)
+  assert asked < 20 and analyzer.analyze([Episode(i) for i in range(20)]) == [ANSWER] * 20
+  assert analyzer.counters.cache_hits >= 5 and len(endpoint.bodies) <= 20 + 2  # two were in flight
 
 
 # ---- settings

@@ -45,9 +45,10 @@ def test_instruction_depends_on_the_outcome(template):
 
 
 def test_values_are_not_filled_again():
-  episode = Episode(steps=[("{task} {outcome} {0} {", "{trajectory} }", True)])
+  episode = Episode(steps=[("{response} {task} {0} {", "{trajectory} }", True)])
+  episode.task = "a {trajectory} task {outcome}"
   text = skills.analysis_prompt(episode)
-  assert "{task} {outcome} {0} {" in text and "{trajectory} }" in text
+  assert "{response} {task} {0} {" in text and "{trajectory} }" in text and "a {trajectory} task {outcome}" in text
 
 
 def test_unknown_names_are_refused():
@@ -103,7 +104,9 @@ BARE = '{"episode_summary": "It went well.", "episode_skill": "Look in the fridg
     f"Here it is: {BARE} and {{more}} text",
     f"<think>maybe {{'a': 1}}, it's {{ hard</think>\n{BARE}",
     f'<think>{{"episode_skill": "a draft that was dropped"}}</think>{BARE}',
+    f"<think>{BARE}</think> that is all",
     BARE.replace('"}', '",}'),
+    BARE.replace('"}', '", "sure": true, }'),
     BARE.replace('", "', '"\n,\n\n"').replace('"}', '",\n}'),
     "{'episode_summary': 'It went well.', 'episode_skill': 'Look in the fridge first.',}",
     "{'episode_summary': \"It went well.\", 'episode_skill': 'Look in the fridge first.', 'sure': True, 'n': None}",
@@ -144,6 +147,8 @@ def test_answers_that_are_understood(text):
     "{'episode_skill': 'a' + 'b'}",
     "{'episode_skill': f'{1+1} words'}",
     "{'episode_skill': ('a', -1)}",
+    "{'episode_skill': 'too deep', 'x': " + "[" * 25 + "]" * 25 + "}",
+    "{'episode_skill': 'too long', 'x': '" + "y" * 9_000 + "'}",
   ],
 )
 def test_answers_without_a_usable_skill(text):
@@ -174,7 +179,7 @@ def test_texts_are_capped_at_a_word():
   "text",
   [
     "{" * 30_000 + '"episode_skill"',
-    '{"a":' * 8_000 + '"episode_skill"',
+    '{"a":' * 7_000 + '"episode_skill"',
     "{'episode_skill': " + "[" * 7_000,
     "{'episode_skill': " + "-" * 7_000 + "1}",
     '{"' * 15_000 + "episode_skill",
@@ -322,4 +327,4 @@ def test_clean_keeps_what_shapes_words():
   assert skills.clean("  a\u00a0b\tc\u2028d ", 99) == "a b c d"
   assert skills.clean("👩\u200d🍳 क्\u200dष \u00adé", 99) == "👩\u200d🍳 क्\u200dष é"
   assert skills.clean("ab cd", 5) == "ab cd" and skills.clean("ab cd", 4) == "ab" and skills.clean("ab cd", 2) == "ab"
-  assert skills.clean("abcdef", 3) == "abc"
+  assert skills.clean("ab cd ef", 5) == "ab cd" and skills.clean("abcdef", 3) == "abc"
