@@ -393,7 +393,7 @@ def broken_lines():
   yield json.dumps(good | {"turns": [good["turns"][0] | {"prompt_ids": [2**70]}]})
 
 
-@pytest.mark.parametrize("line", broken_lines(), ids=range(10))
+@pytest.mark.parametrize("line", list(broken_lines()), ids=range(10))
 def test_what_is_no_trajectory_is_one_clear_line(line):
   with pytest.raises(ValueError, match="not a trajectory") as caught:
     from_json(line)
