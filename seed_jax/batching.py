@@ -80,8 +80,7 @@ def turn_advantages(
   size = 1 << max(len(flat[0]) - 1, 0).bit_length()  # a power of two: few compiled shapes; fill has weight 0
   fill = size - len(flat[0])
   values, group, weight = np.pad(flat[0], (0, fill)), np.pad(flat[1], (0, fill)), np.pad(flat[2], (0, fill))
-  compute = jax.jit(advantage, static_argnames=("num_groups", "normalize"))
-  flat_advantages = np.asarray(compute(values, group, num_groups=len(groups), normalize=normalize, weights=weight))
+  flat_advantages = np.asarray(advantage(values, group, num_groups=len(groups), normalize=normalize, weights=weight))
   return np.split(flat_advantages[: len(flat[0])], np.cumsum([len(s) for s in scores])[:-1])
 
 

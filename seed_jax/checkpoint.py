@@ -95,8 +95,15 @@ class Checkpoints:
 
 
 def _sums(place: epath.Path) -> dict[str, str]:
-  files = sorted(f for f in place.rglob("*") if f.is_file())
-  return {str(f.relative_to(place)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+  return {str(f.relative_to(place)): hashlib.sha256(f.read_bytes()).hexdigest() for f in _files(place)}
+
+
+def _files(place: epath.Path) -> list[epath.Path]:
+  """Every file below `place`, sorted (epath's own recursive glob refuses, for the sake of object storage)."""
+  found = []
+  for item in sorted(place.iterdir()):
+    found += _files(item) if item.is_dir() else [item]
+  return found
 
 
 def same(a: Any, b: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from seed_jax import batching, methods, optimizer, score, update
@@ -31,7 +30,7 @@ def run_train(run: Run) -> dict:
   # ---- the policy, its frozen copy as reference, the optimizer
   model, params = run.load_policy(start_from)
   loss_config = LossConfig(**c.loss.to_dict(), temperature=run.config.rollout.temperature)
-  reference = jax.tree.map(jnp.copy, params) if loss_config.kl_coef else None
+  reference = params if loss_config.kl_coef else None
   chain = optimizer.make_optimizer(optimizer_config(c.optimizer), c.iterations * c.minibatches)
   step_fn = update.make_update(model, MethodLoss(method, loss_config), chain, temperature=loss_config.temperature)
   with jax.set_mesh(run.mesh):

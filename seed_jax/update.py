@@ -106,9 +106,12 @@ def sft_loss(logprobs, entropy, batch, denominators):
 
 
 def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
-  """A fresh state on the mesh of the parameters; moments carry their parameter's sharding."""
+  """A fresh state on the mesh of the parameters; moments carry their parameter's sharding.
+
+  The parameters are copied: the update donates its state, and what the caller holds must not be deleted under their hands.
+  """
   step = jnp.zeros((), jnp.int32, out_sharding=jax.sharding.PartitionSpec())
-  return TrainState(step, params, jax.jit(optimizer.init)(params))
+  return TrainState(step, jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params))
 
 
 def make_update(config: ModelConfig, loss: Loss, optimizer: optax.GradientTransformation, *, temperature: float = 1.0):

@@ -119,27 +119,32 @@ def test_gradient_is_that_of_the_loss_over_unpacked_samples(params):
   """The definition: every sample in a row of its own, one batch, one call of losses.seed_loss."""
   some = samples()
   R = max(len(s.targets) for s in some)
-  pad = lambda values: np.stack([np.pad(np.asarray(v, np.float32), (0, R - len(v))) for v in values])  # noqa: E731
-  mask, skill_mask = pad([np.ones(len(s.targets)) for s in some]), np.asarray([s.skill_tokens is not None for s in some], np.float32)
+  mesh = sharding.make_mesh()
+  on_rows = lambda values: sharding.put_rows(np.asarray(values), mesh)  # noqa: E731
+  pad = lambda values: on_rows([np.pad(np.asarray(v, np.float32), (0, R - len(v))) for v in values])  # noqa: E731
+  mask, skill_mask = pad([np.ones(len(s.targets)) for s in some]), on_rows([[float(s.skill_tokens is not None)] * R for s in some])
   old = [one_by_one(params, s, "ordinary") for s in some]
   skill = [one_by_one(params, s, "skill") if s.skill_tokens is not None else o for s, o in zip(some, old, strict=True)]
 
+  T = max(len(s.tokens) for s in some)
+  whole = lambda values, width: on_rows([np.pad(v, (0, width - len(v))).astype(np.int32) for v in values])  # noqa: E731
+  rows = score.Context(
+    whole([s.tokens for s in some], T),
+    whole([np.arange(len(s.tokens)) for s in some], T),
+    whole([np.ones(len(s.tokens)) for s in some], T),
+    whole([s.index for s in some], R),
+  )
+
   def loss(params):
-    logprobs, entropies = [], []
-    for s in some:
-      logits = decoder._logits(params, jnp.asarray(s.tokens)[None], CONFIG)[0][s.index] / LOSS.temperature
-      logp = jax.nn.log_softmax(logits)
-      chosen = jnp.sum(logp * jax.nn.one_hot(s.targets, logp.shape[-1]), -1)
-      logprobs.append(jnp.pad(chosen, (0, R - len(s.index))))
-      entropies.append(jnp.pad(-jnp.sum(jnp.exp(logp) * logp, -1), (0, R - len(s.index))))
+    logprobs, entropy = score.response_logprobs(params, rows, whole([s.targets for s in some], R), CONFIG, temperature=LOSS.temperature)
     return losses.seed_loss(
-      logprobs=jnp.stack(logprobs), old_logprobs=pad(old) - 0.1 * mask, advantages=pad([s.advantages for s in some]), skill_logprobs=pad(skill),
-      mask=mask, skill_mask=skill_mask, ref_logprobs=0.9 * pad(old), entropy=jnp.stack(entropies), opd_coef=LOSS.opd_coef,
+      logprobs=logprobs, old_logprobs=pad(old) - 0.1 * mask, advantages=pad([s.advantages for s in some]), skill_logprobs=pad(skill),
+      mask=mask, skill_mask=skill_mask, ref_logprobs=0.9 * pad(old), entropy=entropy, opd_coef=LOSS.opd_coef,
       opd_beta=LOSS.opd_beta, kl_coef=LOSS.kl_coef, entropy_coef=LOSS.entropy_coef,
     )  # fmt: skip
 
-  with jax.set_mesh(sharding.make_mesh()):
-    (value, expected_metrics), expected = jax.value_and_grad(loss, has_aux=True)(params)
+  with jax.set_mesh(mesh):
+    (value, expected_metrics), expected = jax.value_and_grad(loss, has_aux=True)(sharding.put_params(params, mesh))
   got, metrics = gradient(params, some, sharding.make_mesh())
   assert metrics["loss"] == pytest.approx(float(value), abs=1e-5)
   for name, metric in expected_metrics.items():
