@@ -60,6 +60,8 @@ class Place:
     (self.root / "configs" / "game.py").write_text('"""A game."""\n\n# extras: alfworld smollm2\n')
     self.stub.mkdir()
     self.python("python3")
+    (self.stub / "getconf").write_text("#!/bin/sh\necho 3\n")
+    (self.stub / "getconf").chmod(0o755)
 
   def python(self, name, version="3.11.7"):
     path = self.stub / name
@@ -282,7 +284,14 @@ def test_the_tests_script_lints_and_tests(place, tmp_path):
     ["pytest", str(place.root), "tests/x_test.py", "-k", "a b"],
   ]
   place.run(".ci/run", cwd=tmp_path)
-  assert place.calls("pytest") == [[str(place.root)]]
+  assert place.calls("pytest") == [[str(place.root), "-n", "3", "--dist", "loadfile"]]
+
+
+@pytest.mark.parametrize("cores,workers", [("1", []), ("2", ["-n", "2"]), ("64", ["-n", "4"])])
+def test_all_tests_share_the_cores(place, cores, workers):
+  (place.stub / "getconf").write_text(f"#!/bin/sh\necho {cores}\n")
+  place.run("launch/test.sh")
+  assert place.calls("pytest") == [[str(place.root), *workers, *(["--dist", "loadfile"] if workers else [])]]
 
 
 def test_the_tests_script_fails_for_lint_and_for_tests(place):
