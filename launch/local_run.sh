@@ -15,33 +15,38 @@ set -euo pipefail
 base=$ROOT/
 [ "$(pwd -P)" != "$(cd "$ROOT" && pwd -P)" ] || base=
 
+# A config named as in the documentation, from another folder, is the repository's.
+locate() {
+  if [ ! -f "${1%%:*}" ] && [ -f "$ROOT/${1%%:*}" ]; then printf '%s' "$ROOT/$1"; else printf '%s' "$1"; fi
+}
+
 config="" workdir="" previous=""
-arguments=()
+defaults=() given=()
 for argument in "$@"; do
   case $previous in
-    --config | -config) config=$argument ;;
+    --config | -config) argument=$(locate "$argument") config=$argument ;;
     --workdir | -workdir) workdir=$argument ;;
   esac
   case $argument in
-    --config=* | -config=*) config=${argument#*=} ;;
+    --config=* | -config=*)
+      config=$(locate "${argument#*=}")
+      argument=${argument%%=*}=$config
+      ;;
     --workdir=* | -workdir=*) workdir=${argument#*=} ;;
   esac
+  given+=("$argument")
   previous=$argument
 done
 
 if [ -z "$config" ]; then
   config=${base}configs/quickstart.py
-  arguments+=("--config=$config")
-elif [ ! -f "${config%%:*}" ] && [ -f "$ROOT/${config%%:*}" ]; then
-  # Named as in the documentation, from another folder. The last --config counts.
-  set -- "$@" "--config=$ROOT/$config"
-  config=$ROOT/$config
+  defaults+=("--config=$config")
 fi
 if [ -z "$workdir" ]; then
   file=${config%%:*} variant=
   case $config in *:*) variant=-${config#*:} ;; esac
   name=$(basename "$file" .py)${variant//[^A-Za-z0-9._-]/-}
-  arguments+=("--workdir=${base}runs/$name")
+  defaults+=("--workdir=${base}runs/$name")
 fi
 
 extras=()
@@ -50,4 +55,4 @@ if [ -f "${config%%:*}" ]; then
 fi
 
 prepare ${extras[@]+"${extras[@]}"}
-exec "$RUNNER" -m seed_jax.main ${arguments[@]+"${arguments[@]}"} "$@"
+exec "$RUNNER" -m seed_jax.main ${defaults[@]+"${defaults[@]}"} ${given[@]+"${given[@]}"}

@@ -178,12 +178,12 @@ def test_it_runs_from_any_folder(place, tmp_path):
   assert place.calls("main") == [
     [f"--config={place.root}/configs/quickstart.py", f"--workdir={place.root}/runs/quickstart"]
   ]
-  place.run("launch/local_run.sh", "--config=configs/quickstart.py:grpo", cwd=elsewhere)
-  (main,) = place.calls("main")
-  assert (
-    main[0] == f"--workdir={place.root}/runs/quickstart-grpo"
-    and main[-1] == f"--config={place.root}/configs/quickstart.py:grpo"
-  )
+  # The flag itself is rewritten: a second one would not do, since every config named is loaded.
+  for given in (["--config=configs/quickstart.py:grpo"], ["--config", "configs/quickstart.py:grpo"]):
+    place.run("launch/local_run.sh", *given, "--plain", cwd=elsewhere)
+    (main,) = place.calls("main")
+    assert main[0] == f"--workdir={place.root}/runs/quickstart-grpo" and main[-1] == "--plain"
+    assert "=".join(main[1:-1]) == f"--config={place.root}/configs/quickstart.py:grpo"
   (elsewhere / "mine.py").touch()
   place.run("launch/local_run.sh", "--config=mine.py", cwd=elsewhere)
   assert place.calls("main") == [[f"--workdir={place.root}/runs/mine", "--config=mine.py"]]
