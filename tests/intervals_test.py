@@ -37,28 +37,65 @@ def test_difference_is_newcombes():
   assert intervals.difference_interval(0, 0, 1, 2) == (0.0, -1.0, 1.0)
 
 
-def test_paired_difference_uses_the_pairs():
-  before = np.array([0.0, 1.0] * 50)
-  after = np.minimum(
-    before + (np.arange(100) % 4 == 0), 1.0
-  )  # A quarter of all tasks, each a failure before, is won now.
+def test_paired_difference_by_hand():
+  # 10 tasks: 4 won by both, 3 only after, 1 only before, 2 by neither; rates 0.7 and 0.5.
+  after = [1] * 4 + [1] * 3 + [0] * 1 + [0] * 2
+  before = [1] * 4 + [0] * 3 + [1] * 1 + [0] * 2
+  # ad - bc = 4 * 2 - 3 * 1 = 5, less n / 2 = 5 is 0: no correlation is granted, as if the rates were independent.
+  assert intervals.paired_difference(after, before) == pytest.approx(intervals.difference_interval(7, 10, 5, 10))
+  # Ten times the panel: ad - bc = 500, less 50, over sqrt(70 * 30 * 50 * 50) = 2291.3: correlation 0.19640.
+  # Wilson: 70 of 100 is (0.604151, 0.781051), 50 of 100 is (0.403832, 0.596168).
+  difference, low, high = intervals.paired_difference(after * 10, before * 10)
+  down, up, base = 0.7 - 0.604151, 0.781051 - 0.7, 0.096168
+  assert difference == pytest.approx(0.2)
+  assert low == pytest.approx(0.2 - math.sqrt(down**2 - 2 * 0.1964 * down * base + base**2), abs=1e-5)
+  assert high == pytest.approx(0.2 + math.sqrt(up**2 - 2 * 0.1964 * up * base + base**2), abs=1e-5)
+
+
+def test_pairs_that_agree_are_sharper_and_never_certain():
+  wins = [1] * 60 + [0] * 40
+  difference, low, high = intervals.paired_difference([1] * 70 + [0] * 30, wins)
+  _, wide_low, wide_high = intervals.difference_interval(70, 100, 60, 100)
+  assert difference == pytest.approx(0.1) and wide_low < 0 < low and high < wide_high
+  # Nothing won at all: the data exclude large differences only. z^2 / (12 + z^2) = 0.2425.
+  assert intervals.paired_difference([0] * 12, [0] * 12) == pytest.approx((0.0, -0.2425, 0.2425), abs=1e-4)
+
+
+def test_paired_difference_holds_the_true_one_as_often_as_it_says():
+  generator = np.random.default_rng(1)
+  hits = 0
+  for _ in range(400):
+    skill = generator.random(60)  # How easy a task is decides both outcomes: the pairs are correlated.
+    before, after = generator.random(60) < skill * 0.6, generator.random(60) < skill * 0.6 + 0.3
+    _, low, high = intervals.paired_difference(after, before)
+    hits += low <= 0.3 <= high
+  assert 0.92 <= hits / 400 <= 0.995
+
+
+def test_fractions_of_several_episodes_a_task_are_resampled():
+  before = np.array([0.0, 0.5] * 50)
+  after = before + 0.5 * (np.arange(100) % 4 == 0)
   difference, low, high = intervals.paired_difference(after, before)
-  # The differences are 25 ones and 75 zeros: the standard error is sqrt(.25 * .75 / 100) = 0.0433.
-  assert difference == 0.25
-  assert low == pytest.approx(0.25 - Z * 0.0433, abs=0.015) and high == pytest.approx(0.25 + Z * 0.0433, abs=0.015)
+  # The differences are 25 halves and 75 zeros: the standard error is 0.5 sqrt(.25 * .75 / 100) = 0.02165.
+  assert difference == 0.125
+  assert low == pytest.approx(0.125 - Z * 0.02165, abs=0.008) and high == pytest.approx(0.125 + Z * 0.02165, abs=0.008)
   assert intervals.paired_difference(after, before) == (difference, low, high)  # Repeatable.
-  assert intervals.paired_difference([1, 0], [1, 0]) == (0.0, 0.0, 0.0)
+
+
+def test_a_paired_difference_needs_pairs():
   for bad in ([1], []):
     with pytest.raises(ValueError, match="same tasks twice"):
       intervals.paired_difference(bad, [1, 0] if bad else [])
 
 
 def test_macro_weighs_families_equally():
-  groups = [[1.0] * 90 + [0.0] * 10, [0.0] * 10, []]
-  macro, low, high = intervals.macro_interval(groups)
+  macro, low, high = intervals.macro_interval([[1.0] * 90 + [0.0] * 10, [0.0] * 10, []])
   assert macro == pytest.approx(0.45)  # (0.9 + 0) / 2; the empty family does not count.
-  assert low == pytest.approx(0.45 - Z * 0.03 / 2, abs=0.01) and high == pytest.approx(0.45 + Z * 0.03 / 2, abs=0.01)
+  # Wilson: 90 of 100 is (0.825634, 0.944771), 0 of 10 is (0, 0.277533).
+  assert low == pytest.approx(0.45 - math.hypot(0.9 - 0.825634, 0.0) / 2, abs=1e-5)
+  assert high == pytest.approx(0.45 + math.hypot(0.944771 - 0.9, 0.277533) / 2, abs=1e-5)
   assert intervals.macro_interval([]) == (0.0, 0.0, 1.0)
+  assert intervals.macro_interval([[1.0]])[2] == 1.0
 
 
 def test_summary_of_an_evaluation():

@@ -211,7 +211,7 @@ def test_the_table_for_the_terminal():
     report.text_table(final | {"start": start}).splitlines()[4],
   ]
   last = report.text_table(final | {"start": start}).splitlines()[-1]
-  assert last.startswith("success 25.0 % -> 70.0 %: +45.0 points (95 %: +3") and last.endswith(", 40 episodes")
+  assert last.startswith("success 25.0 % -> 70.0 %: +45.0 points (95 %: +27 to +58)") and last.endswith(", 40 episodes")
   assert report.text_table(final).splitlines()[1] == "cool            60.0 %  39–78 %"
   assert report.text_table({}) == "  success  95 %"
 
