@@ -35,7 +35,7 @@ class Habits:
   def of(quality: float) -> Habits:
     """Quality 1 errs never, quality 0 at the rates below."""
     worse = 1.0 - quality
-    return Habits(0.9 * worse, 0.5 * worse, worse, 0.9 * worse, 0.4 * worse, 0.3 * worse, 0.08 * worse)
+    return Habits(0.9 * worse, 0.5 * worse, worse, 0.9 * worse, 0.4 * worse, 0.3 * worse, 0.03 * worse)
 
 
 # With a fitting skill: one that tells the whole way leaves little to get wrong; one that only warns leaves a search.
@@ -301,8 +301,8 @@ def expert(env, task: Task) -> list[str]:
 
 
 def mixed_quality(rng: random.Random) -> float:
-  """Quality of a demonstrator: most are poor, a few are good (density falling from 0 to 1)."""
-  return rng.random() ** 2.8
+  """Quality of a demonstrator, uniform from 0 to 1."""
+  return rng.random()
 
 
 def demonstrations(benchmark, count: int, seed: int) -> Iterator[Demonstration]:

@@ -6,6 +6,7 @@ skill in context that the demonstrator follows. The policy learns to act validly
 
 from __future__ import annotations
 
+import re
 import time
 
 import jax
@@ -22,6 +23,8 @@ from seed_jax.trajectory import Trajectory
 
 JSON_PIECES = ('{"episode_summary": "', '", "episode_skill": "', '"}')  # the fixed parts of an analysis
 BLOCK_PIECES = ("[", "]")  # around a skill in a prompt
+NAME = re.compile(r"\b[a-z]+ \d+\b")  # a numbered thing, "fridge 1"
+PHRASES = ("go to", "you see", "You see", "Nothing happens.", "Your task is to:", "is closed.", "You pick up")
 
 
 def run_base(run: Run) -> dict:
@@ -37,7 +40,10 @@ def run_base(run: Run) -> dict:
   folder = run.workdir / "tokenizer"
   if not (folder / "spm.model").exists():
     lines = [line for d in demonstrations[: c.vocabulary_episodes] for line in _texts(run, d)]
-    text.train_sentencepiece(lines, str(folder), vocab_size=c.vocab_size, symbols=JSON_PIECES + BLOCK_PIECES, byte_fallback=False)
+    names = sorted({name for line in lines for name in NAME.findall(line)})  # one piece a name: a place is then copied in one step
+    text.train_sentencepiece(
+      lines, str(folder), vocab_size=c.vocab_size, symbols=JSON_PIECES + BLOCK_PIECES, phrases=[*PHRASES, *names], byte_fallback=False
+    )
   tokenizer = text.load_tokenizer(str(folder))
   run.__dict__["tokenizer"] = tokenizer  # the policy's own, before the policy exists
 

@@ -124,6 +124,15 @@ def text_sample(prompt: Sequence[int], response: Sequence[int]) -> Sample:
   return Sample(tokens[:-1], np.arange(start - 1, len(tokens) - 1, dtype=np.int32), tokens[start:], zeros, zeros)
 
 
+def that_fit(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> tuple[list[Sample], int]:
+  """The samples that some row shape holds, and how many were left out. A skill context that is too long is given up before its sample is."""
+  kept = []
+  for sample in samples:
+    alone = dataclasses.replace(sample, skill_tokens=None, skill_index=None)
+    kept += [s for s in (sample, alone) if any(s.length <= shape.length and len(s.targets) <= shape.responses for shape in shapes)][:1]
+  return kept, len(samples) - len(kept)
+
+
 def pack(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape, list[list[Sample]]]:
   """Rows by shape: each sample goes to the smallest shape that holds it, first fit, longest first (stable, so reproducible).
 

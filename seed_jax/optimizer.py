@@ -1,4 +1,4 @@
-"""The optimizer as an optax chain: clip by global norm, AdamW with decay on matrices only, a schedule."""
+"""The optimizer as an optax chain: clip by global norm, AdamW or Muon with decay on matrices only, a schedule."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import dataclasses
 
 import jax
 import optax
+import optax.contrib
 
 SCHEDULES = ("constant", "cosine", "linear")
+RULES = ("adamw", "muon")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW of Loshchilov & Hutter (arXiv:1711.05101); learning rates per update."""
+  """rule: `adamw` (arXiv:1711.05101), or `muon` (orthogonalised momentum for the matrices of the layers, AdamW at `adam_rate` times the learning
+  rate for everything else): half the updates where a small policy is trained from nothing. Learning rates are per update."""
 
+  rule: str = "adamw"
   learning_rate: float = 1e-6
   b1: float = 0.9
   b2: float = 0.999
@@ -22,6 +26,7 @@ class OptimizerConfig:
   clip_norm: float = 1.0
   schedule: str = "constant"
   warmup: float = 0.0  # fraction of all updates
+  adam_rate: float = 0.15  # muon only
   final_fraction: float = 0.0  # of the learning rate, where cosine and linear schedules end
 
 
@@ -47,9 +52,30 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
   def decayed(params):  # stacked norms and biases have few dimensions that are not L: name them instead of counting
     return jax.tree_util.tree_map_with_path(lambda path, _: not any(s in jax.tree_util.keystr(path) for s in ("norm", "bias")), params)
 
-  return optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(
-      schedule(config, total_updates), b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
-    ),
-  )
+  rate = schedule(config, total_updates)
+  if config.rule == "adamw":
+    rule = optax.adamw(rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed)
+  elif config.rule == "muon":
+    rule = optax.contrib.muon(
+      rate,
+      adam_learning_rate=lambda step: config.adam_rate * rate(step),
+      adam_b1=config.b1,
+      adam_b2=config.b2,
+      weight_decay=config.weight_decay,
+      adam_weight_decay=config.weight_decay,
+      weight_decay_mask=decayed,
+      consistent_rms=0.2,  # updates of the size of AdamW's, whatever the shape
+      muon_weight_dimension_numbers=_matrices,
+    )
+  else:
+    raise ValueError(f"optimizer rule {config.rule!r} is unknown; choose one of {', '.join(RULES)}")
+  return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def _matrices(params):
+  """Input and output axes of the stacked matrices of a decoder's layers; None (AdamW) for embeddings, norms and biases."""
+  Axes = optax.contrib.MuonDimensionNumbers
+  heads_out, heads_in, plain = Axes(1, (2, 3)), Axes((1, 2), 3), Axes(1, 2)
+  axes = {"q": heads_out, "k": heads_out, "v": heads_out, "o": heads_in, "gate": plain, "up": plain, "down": plain}
+  top = {name: None for name in params if name != "layers"}
+  return top | {"layers": {name: axes.get(name) for name in params["layers"]}}

@@ -89,7 +89,13 @@ class SentencePieceTokenizer:
 
 
 def train(
-  texts: Iterable[str], path, *, vocab_size: int, symbols: Sequence[str] = (), byte_fallback: bool = True
+  texts: Iterable[str],
+  path,
+  *,
+  vocab_size: int,
+  symbols: Sequence[str] = (),
+  phrases: Sequence[str] = (),
+  byte_fallback: bool = True,
 ) -> SentencePieceTokenizer:
   """Trains a unigram vocabulary of at most `vocab_size` pieces on `texts`, writes it to `path`, and loads it.
 
@@ -102,6 +108,7 @@ def train(
     path: a directory.
     vocab_size: the most pieces, everything included; a small corpus gives fewer.
     symbols: strings that are always one token, such as the fixed parts of a reply in JSON. The line end is one already.
+    phrases: several words that are one piece wherever they follow a space or start a text, such as a name and its number.
     byte_fallback: 256 pieces for single bytes, so that any text comes back as it was. Without them (for vocabularies
       of about 300) all printable ASCII is kept, and another character that the texts do not have is read as unknown,
       which decodes to " ⁇ ".
@@ -111,6 +118,7 @@ def train(
   import sentencepiece
 
   symbols = list(dict.fromkeys([NEWLINE, *symbols]))
+  whole = [SPACE + phrase.replace(" ", SPACE) for phrase in dict.fromkeys(phrases)]
   splitter = _splitter(symbols)
   counts = collections.Counter(
     word for text in texts for part in splitter.split(text)[::2] for word in part.split(" ") if word
@@ -120,7 +128,7 @@ def train(
     parts = WORD.findall(word)
     for i, part in enumerate(parts):
       seeds[SPACE * (i == 0) + part] += count
-    if len(parts) > 1:
+    if len(parts) > 1 and word[0].isalpha():
       # "1," and "closed." as one piece, where there is room: sequences get a quarter shorter. The bare word counts as
       # often, so that it stays a piece though it may never have stood alone.
       seeds[SPACE + word] += count
@@ -129,7 +137,7 @@ def train(
     raise ValueError("there is no word to train a vocabulary on")
   characters = set("".join(counts)) | ({chr(code) for code in range(33, 127)} if not byte_fallback else set())
   characters -= set(symbols)
-  least = 5 + len(symbols) + len(characters) + 1 + 256 * byte_fallback
+  least = 5 + len(symbols) + len(whole) + len(characters) + 1 + 256 * byte_fallback
   if least > vocab_size:
     hint = "; byte_fallback=False saves 256" if byte_fallback else ""
     raise ValueError(
@@ -165,7 +173,7 @@ def train(
       eos_piece=END,
       unk_piece=UNKNOWN,
       control_symbols=[USER, ASSISTANT],
-      user_defined_symbols=symbols,
+      user_defined_symbols=symbols + whole,
       minloglevel=2,
     )
   _write(path, _without_paths(model.getvalue()), {"format": "sentencepiece-chat-1", "symbols": symbols})

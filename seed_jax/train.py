@@ -12,7 +12,7 @@ import numpy as np
 
 from seed_jax import batching, methods, optimizer, score, update
 from seed_jax.checkpoint import Checkpoints
-from seed_jax.metrics import CompileCounter, Timer, Writer, progress, say
+from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.rollout import Episode, play
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.update import LossConfig, MethodLoss
@@ -90,6 +90,7 @@ def run_train(run: Run) -> dict:
           advantage=method.advantage,
         )
         samples = batching.episode_samples(trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None)
+        samples, log["samples_dropped"] = batching.that_fit(samples, shapes)
         parts = _mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
         with jax.set_mesh(run.mesh):
           minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
@@ -113,7 +114,7 @@ def run_train(run: Run) -> dict:
       # ---- 6. what happened
       log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
       log |= {"tokens_sampled": actor.tokens_sampled, "tokens_prefilled": actor.tokens_prefilled}
-      writer.write(iteration, log)
+      writer.write(iteration + 1, log)  # counted from 1: the number of iterations done
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
         seconds = seconds_before + time.monotonic() - started
@@ -122,7 +123,7 @@ def run_train(run: Run) -> dict:
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 
   run.save_policy("final", model, state.params)
-  _keep_examples(run, trajectories)
+  keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
   return run.finish("train", _summary(run, method, start_from, seconds_before + time.monotonic() - started))
 
 
@@ -183,13 +184,7 @@ def _mini_batches(samples, count, seed):
   return [[samples[i] for i in sorted(part)] for part in np.array_split(order, min(count, max(len(samples), 1)))]
 
 
-def _keep_examples(run, trajectories) -> None:
-  pass
-
-
 def _summary(run, method, start_from, seconds) -> dict:
-  from seed_jax.metrics import read_rows
-
   rows = read_rows(run.workdir / "metrics.jsonl")
   mean = {name: float(np.mean([r[name] for r in rows if r.get(name) is not None] or [0.0])) for name in MEANS}
   return {

@@ -136,7 +136,9 @@ def make_update(config: ModelConfig, loss: Loss, optimizer: optax.GradientTransf
   def apply(state: TrainState, grads, metrics):
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    # optax knows no explicit axes; its results keep the specs of what they replace
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state.opt_state))
+    updates, opt_state = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)(grads, state.opt_state, state.params)
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
     # A step with NaN gradients is skipped as a whole: moments that once held a NaN never recover.
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state.replace(step=state.step + 1))
