@@ -50,11 +50,11 @@ def get_config(method: str = "seed") -> ConfigDict:
 
   c.collect = ConfigDict(dict(split="train", tasks=180, samples=8, tasks_per_part=60, temperature=0.4))
   c.annotate = ConfigDict(dict(analyzer="scripted"))
-  c.sft = ConfigDict(dict(epochs=2, validation=0.1, check=128, batch_tokens=2_500, row_lengths=(384,), micro_tokens=1_536))
-  c.sft.update(dict(response_fraction=0.5, log_every=50, save_every=100, optimizer=optimizer(rule="muon", learning_rate=3e-3)))
+  c.sft = ConfigDict(dict(epochs=2, replay=1.0, validation=0.1, check=128, batch_tokens=2_500, row_lengths=(384,), micro_tokens=1_536))
+  c.sft.update(dict(response_fraction=1.0, log_every=50, save_every=100, optimizer=optimizer(rule="muon", learning_rate=3e-3)))
 
   c.train = ConfigDict(dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=80, minibatches=2))
-  c.train.update(dict(reward_scale=10.0, invalid_penalty=0.1, normalize="mean_std", per_step=True, rescore="iteration", start_from=""))
+  c.train.update(dict(reward_scale=10.0, invalid_penalty=0.0, normalize="mean_std", per_step=False, rescore="iteration", start_from=""))
   c.train.update(dict(row_lengths=(320,), micro_tokens=1_280, response_fraction=0.75))
   c.train.loss = ConfigDict(dict(clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.01, kl_estimator="k3", entropy_coef=0.0))
   c.train.loss.update(dict(opd_coef=0.01, opd_beta=5.0))

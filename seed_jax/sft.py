@@ -7,6 +7,7 @@ import numpy as np
 
 from seed_jax import batching
 from seed_jax.annotate import load_annotated
+from seed_jax.base import demonstration_sample
 from seed_jax.batching import Sample
 from seed_jax.metrics import say
 from seed_jax.run import Run, process_seed
@@ -25,7 +26,8 @@ def run_sft(run: Run) -> dict:
   train = [s for i, s in enumerate(samples) if i not in held_out]
   validation = [s for i, s in enumerate(samples) if i in held_out]
 
-  params, curve = fit(run, "sft", c, model, params, train, validation)
+  replayed = replay(run, round(c.replay * len(train)))
+  params, curve = fit(run, "sft", c, model, params, train + replayed, validation)
   run.save_policy("sft", model, params)
 
   # what the paper's Stage 1 is for: does the policy now answer in the form that can be parsed?
@@ -40,6 +42,7 @@ def run_sft(run: Run) -> dict:
     "sft",
     {
       "examples": len(train),
+      "replayed": len(replayed),
       "validation_examples": len(validation),
       "curve": curve,
       "parse_rate": stats["parse_rate"],
@@ -47,6 +50,17 @@ def run_sft(run: Run) -> dict:
       "seconds": time.monotonic() - started,
     },
   )
+
+
+def replay(run: Run, count: int) -> list[Sample]:
+  """Fresh episodes of the starting policy's own corpus, mixed into Stage 1 so that a very small policy does not forget how to act.
+
+  A language model at the paper's learning rate needs none (config.sft.replay = 0): its acting survives a few hundred small steps.
+  """
+  if not count:
+    return []
+  demonstrations = run.benchmark.demonstrations(count, process_seed(run.config.seed, "sft replay"))
+  return [demonstration_sample(run, d, observations=False) for d in demonstrations]
 
 
 def skill_sample(run: Run, trajectory) -> Sample:
