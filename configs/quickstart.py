@@ -13,7 +13,17 @@ from ml_collections import ConfigDict
 
 def optimizer(**changes) -> ConfigDict:
   values = dict(
-    rule="adamw", learning_rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01, clip_norm=1.0, schedule="cosine", warmup=0.05, adam_rate=0.15, final_fraction=0.1
+    rule="adamw",
+    learning_rate=1e-3,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    weight_decay=0.01,
+    clip_norm=1.0,
+    schedule="cosine",
+    warmup=0.05,
+    adam_rate=0.15,
+    final_fraction=0.1,
   )
   return ConfigDict(values | changes)
 
@@ -32,12 +42,22 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.model.scan_layers = False
   c.model.tokenizer_options = ConfigDict()
   c.model.shape = ConfigDict(
-    dict(architecture="Qwen3ForCausalLM", hidden_size=128, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=64, intermediate_size=384)
+    dict(
+      architecture="Qwen3ForCausalLM",
+      hidden_size=128,
+      num_layers=3,
+      num_heads=2,
+      num_kv_heads=1,
+      head_dim=64,
+      intermediate_size=384,
+    )
   )
   c.model.shape.update(dict(qk_norm=True, rope_theta=10_000.0, max_positions=1024))
 
   c.rollout = ConfigDict(dict(mode="transcript", history=5, max_steps=20, max_prompt=256, max_response=8, capacity=384))
-  c.rollout.update(dict(slots=64, smallest_bucket=16, prefill_buckets=(16, 80), workers=0, step_timeout=60.0, reset_timeout=60.0))
+  c.rollout.update(
+    dict(slots=64, smallest_bucket=16, prefill_buckets=(16, 80), workers=0, step_timeout=60.0, reset_timeout=60.0)
+  )
   c.rollout.update(dict(temperature=1.0, top_k=0, top_p=1.0, stop_strings=()))
 
   c.analysis = ConfigDict(dict(slots=64, max_prompt=320, max_response=64, template="compact", prefill_buckets=(256,)))
@@ -50,13 +70,25 @@ def get_config(method: str = "seed") -> ConfigDict:
 
   c.collect = ConfigDict(dict(split="train", tasks=180, samples=8, tasks_per_part=60, temperature=0.4))
   c.annotate = ConfigDict(dict(analyzer="scripted"))
-  c.sft = ConfigDict(dict(epochs=2, replay=1.0, validation=0.1, check=128, batch_tokens=2_500, row_lengths=(384,), micro_tokens=1_536))
-  c.sft.update(dict(response_fraction=1.0, log_every=50, save_every=100, optimizer=optimizer(rule="muon", learning_rate=3e-3)))
+  c.sft = ConfigDict(
+    dict(epochs=2, replay=1.0, validation=0.1, check=128, batch_tokens=2_500, row_lengths=(384,), micro_tokens=1_536)
+  )
+  c.sft.update(
+    dict(response_fraction=1.0, log_every=50, save_every=100, optimizer=optimizer(rule="muon", learning_rate=3e-3))
+  )
 
-  c.train = ConfigDict(dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=80, minibatches=2))
-  c.train.update(dict(reward_scale=10.0, invalid_penalty=0.0, normalize="mean_std", per_step=False, rescore="iteration", start_from=""))
+  c.train = ConfigDict(
+    dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=80, minibatches=2)
+  )
+  c.train.update(
+    dict(
+      reward_scale=10.0, invalid_penalty=0.0, normalize="mean_std", per_step=False, rescore="iteration", start_from=""
+    )
+  )
   c.train.update(dict(row_lengths=(320,), micro_tokens=1_280, response_fraction=0.75))
-  c.train.loss = ConfigDict(dict(clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.01, kl_estimator="k3", entropy_coef=0.0))
+  c.train.loss = ConfigDict(
+    dict(clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.01, kl_estimator="k3", entropy_coef=0.0)
+  )
   c.train.loss.update(dict(opd_coef=0.01, opd_beta=5.0))
   c.train.optimizer = optimizer(learning_rate=3e-4, schedule="constant")
 

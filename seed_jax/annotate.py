@@ -38,7 +38,12 @@ def run_annotate(run: Run) -> dict:
   say(f"annotate: {len(kept)} of {len(trajectories)} episodes have a skill")
   return run.finish(
     "annotate",
-    {"episodes": len(trajectories), "kept": len(kept), "parse_rate": parsed / max(len(readable), 1), "seconds": time.monotonic() - started},
+    {
+      "episodes": len(trajectories),
+      "kept": len(kept),
+      "parse_rate": parsed / max(len(readable), 1),
+      "seconds": time.monotonic() - started,
+    },
   )
 
 

@@ -40,21 +40,32 @@ def run_base(run: Run) -> dict:
   folder = run.workdir / "tokenizer"
   if not (folder / "spm.model").exists():
     lines = [line for d in demonstrations[: c.vocabulary_episodes] for line in _texts(run, d)]
-    names = sorted({name for line in lines for name in NAME.findall(line)})  # one piece a name: a place is then copied in one step
+    names = sorted(
+      {name for line in lines for name in NAME.findall(line)}
+    )  # one piece a name: a place is then copied in one step
     text.train_sentencepiece(
-      lines, str(folder), vocab_size=c.vocab_size, symbols=JSON_PIECES + BLOCK_PIECES, phrases=[*PHRASES, *names], byte_fallback=False
+      lines,
+      str(folder),
+      vocab_size=c.vocab_size,
+      symbols=JSON_PIECES + BLOCK_PIECES,
+      phrases=[*PHRASES, *names],
+      byte_fallback=False,
     )
   tokenizer = text.load_tokenizer(str(folder))
   run.__dict__["tokenizer"] = tokenizer  # the policy's own, before the policy exists
 
   m = run.config.model.shape
   model = run.runtime(
-    ModelConfig(**m.to_dict(), vocab_size=-(-tokenizer.vocab_size // 8) * 8, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+    ModelConfig(
+      **m.to_dict(), vocab_size=-(-tokenizer.vocab_size // 8) * 8, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id
+    )
   )
   samples = [demonstration_sample(run, d, c.observation_weight) for d in demonstrations]
   held_out = max(len(samples) // 50, 1)
   with jax.set_mesh(run.mesh):
-    params = sharding.put_params(decoder.init(jax.random.key(process_seed(run.config.seed, "base init")), model), run.mesh)
+    params = sharding.put_params(
+      decoder.init(jax.random.key(process_seed(run.config.seed, "base init")), model), run.mesh
+    )
   params, curve = fit(run, "base", c, model, params, samples[held_out:], samples[:held_out])
   run.save_policy("base", model, params)
   size = sum(x.size for x in jax.tree.leaves(params))
@@ -75,9 +86,24 @@ def run_base(run: Run) -> dict:
 def demonstration_sample(run: Run, demonstration, observations: bool) -> Sample:
   """An episode as one sequence in the layout of the transcript mode; trained on every token (or on the actions only)."""
   tokens, wanted = [], []
-  empty = Trajectory(demonstration.task.id, demonstration.task.family, "", "transcript", 0, 0, [], won=False, episode_return=0.0, truncated=False)
+  empty = Trajectory(
+    demonstration.task.id,
+    demonstration.task.family,
+    "",
+    "transcript",
+    0,
+    0,
+    [],
+    won=False,
+    episode_return=0.0,
+    truncated=False,
+  )
   for step, (observation, action) in enumerate(demonstration.steps):
-    message = run.benchmark.first_prompt(empty.task, observation, ()) if step == 0 else run.benchmark.turn_prompt(observation, ())
+    message = (
+      run.benchmark.first_prompt(empty.task, observation, ())
+      if step == 0
+      else run.benchmark.turn_prompt(observation, ())
+    )
     prompt = run.prompter.tokens(message, step, demonstration.skill)
     response = [*run.tokenizer.encode(action), run.tokenizer.eos_id]
     tokens += prompt + response

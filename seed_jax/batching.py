@@ -54,7 +54,8 @@ class RowShape:
 def turn_scores(trajectories: Sequence[Trajectory], *, reward_scale: float, invalid_penalty: float) -> list[np.ndarray]:
   """Score of every turn: the scaled episode return, minus the penalty at a turn with an invalid action (there only; method.md 4.1)."""
   return [
-    np.asarray([reward_scale * t.episode_return - invalid_penalty * (not turn.valid) for turn in t.turns], np.float32) for t in trajectories
+    np.asarray([reward_scale * t.episode_return - invalid_penalty * (not turn.valid) for turn in t.turns], np.float32)
+    for t in trajectories
   ]
 
 
@@ -75,7 +76,10 @@ def turn_advantages(
   scores = turn_scores(trajectories, reward_scale=reward_scale, invalid_penalty=invalid_penalty)
   groups = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
   ids = [np.full(len(s), groups[t.group], np.int32) for s, t in zip(scores, trajectories, strict=True)]
-  weights = [np.full(len(s), 0.0 if t.error else 1.0 if per_step else 1.0 / max(len(s), 1), np.float32) for s, t in zip(scores, trajectories, strict=True)]
+  weights = [
+    np.full(len(s), 0.0 if t.error else 1.0 if per_step else 1.0 / max(len(s), 1), np.float32)
+    for s, t in zip(scores, trajectories, strict=True)
+  ]
   flat = [np.concatenate(x) if x else np.zeros(0, np.float32) for x in (scores, ids, weights)]
   size = 1 << max(len(flat[0]) - 1, 0).bit_length()  # a power of two: few compiled shapes; fill has weight 0
   fill = size - len(flat[0])
@@ -85,7 +89,9 @@ def turn_advantages(
 
 
 def episode_samples(
-  trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray], skill_prompt: Callable[[Trajectory, int], Sequence[int] | None]
+  trajectories: Sequence[Trajectory],
+  advantages: Sequence[np.ndarray],
+  skill_prompt: Callable[[Trajectory, int], Sequence[int] | None],
 ) -> list[Sample]:
   """Samples of finished episodes. `skill_prompt(trajectory, turn)` gives the prompt ids of that turn with the skill inserted, None for none.
 
@@ -101,13 +107,19 @@ def episode_samples(
       chosen = [trajectory.turns[i] for i in part]
       first = skill_prompt(trajectory, part[0])
       ordinary = _concatenate([t.prompt_ids for t in chosen], chosen)
-      skill = (None, None) if first is None else _concatenate([np.asarray(first, np.int32), *(t.prompt_ids for t in chosen[1:])], chosen)
+      skill = (
+        (None, None)
+        if first is None
+        else _concatenate([np.asarray(first, np.int32), *(t.prompt_ids for t in chosen[1:])], chosen)
+      )
       samples.append(
         Sample(
           tokens=ordinary[0],
           index=ordinary[1],
           targets=np.concatenate([t.response_ids for t in chosen]),
-          advantages=np.concatenate([np.full(len(t.response_ids), advantage[i], np.float32) for i, t in zip(part, chosen, strict=True)]),
+          advantages=np.concatenate(
+            [np.full(len(t.response_ids), advantage[i], np.float32) for i, t in zip(part, chosen, strict=True)]
+          ),
           logprobs=np.concatenate([t.logprobs for t in chosen]),
           skill_tokens=skill[0],
           skill_index=skill[1],
@@ -129,7 +141,11 @@ def that_fit(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> tuple[lis
   kept = []
   for sample in samples:
     alone = dataclasses.replace(sample, skill_tokens=None, skill_index=None)
-    kept += [s for s in (sample, alone) if any(s.length <= shape.length and len(s.targets) <= shape.responses for shape in shapes)][:1]
+    kept += [
+      s
+      for s in (sample, alone)
+      if any(s.length <= shape.length and len(s.targets) <= shape.responses for shape in shapes)
+    ][:1]
   return kept, len(samples) - len(kept)
 
 
@@ -161,12 +177,16 @@ def pack(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape
   return rows
 
 
-def to_batches(samples: Sequence[Sample], shapes: Sequence[RowShape], mesh: jax.sharding.Mesh, *, skills: bool) -> list[Batch]:
+def to_batches(
+  samples: Sequence[Sample], shapes: Sequence[RowShape], mesh: jax.sharding.Mesh, *, skills: bool
+) -> list[Batch]:
   """Packed batches on the mesh, one per row shape that occurs. skills=False builds no skill context."""
   batches = []
   for shape, rows in pack(samples, shapes).items():
     count = -(-len(rows) // shape.rows)
-    M = 1 << (count - 1).bit_length()  # a power of two of micro-batches: few compiled shapes; the empty ones are never computed
+    M = (
+      1 << (count - 1).bit_length()
+    )  # a power of two of micro-batches: few compiled shapes; the empty ones are never computed
     rows = rows + [[]] * (M * shape.rows - len(rows))
 
     def grid(rows_of, width, dtype, M=M, shape=shape, rows=rows):
@@ -207,8 +227,14 @@ def _context(grid, shape, side) -> Context:
   return Context(
     tokens=grid(lambda row: place(row, [side(s)[0] for s in row]), shape.length, np.int32),
     positions=grid(lambda row: place(row, [np.arange(len(side(s)[0])) for s in row]), shape.length, np.int32),
-    segment_ids=grid(lambda row: place(row, [np.full(len(side(s)[0]), i + 1) for i, s in enumerate(row)]), shape.length, np.int32),
-    index=grid(lambda row: _flat([start + side(s)[1] for start, s in zip(starts(row), row, strict=True)]), shape.responses, np.int32),
+    segment_ids=grid(
+      lambda row: place(row, [np.full(len(side(s)[0]), i + 1) for i, s in enumerate(row)]), shape.length, np.int32
+    ),
+    index=grid(
+      lambda row: _flat([start + side(s)[1] for start, s in zip(starts(row), row, strict=True)]),
+      shape.responses,
+      np.int32,
+    ),
   )
 
 

@@ -33,7 +33,9 @@ class Checkpoints:
     """Complete checkpoints, oldest first."""
     if not self.directory.exists():
       return []
-    return sorted(int(f.stem) for f in self.directory.glob("*.json") if f.stem.isdigit() and (self.directory / f.stem).exists())
+    return sorted(
+      int(f.stem) for f in self.directory.glob("*.json") if f.stem.isdigit() and (self.directory / f.stem).exists()
+    )
 
   def save(self, step: int, state: Any, record: dict) -> None:
     """Writes the arrays of `state` and the JSON values of `record`; returns when both are on disk."""
@@ -72,7 +74,11 @@ class Checkpoints:
       except Exception as error:  # the reader has many types for damage
         fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     good = [s for s in steps if s != step and self._fault(s) is None]
-    advice = f"the last good one is {good[-1]}: add --resume_from={good[-1]}" if good else "no other one is good: delete the folder to start again"
+    advice = (
+      f"the last good one is {good[-1]}: add --resume_from={good[-1]}"
+      if good
+      else "no other one is good: delete the folder to start again"
+    )
     raise CheckpointError(f"checkpoint {step} in {self.directory} is damaged ({fault}); {advice}")
 
   def drop_after(self, step: int) -> None:
@@ -109,4 +115,6 @@ def _files(place: epath.Path) -> list[epath.Path]:
 def same(a: Any, b: Any) -> bool:
   """Whether two trees hold the same arrays, bit for bit."""
   left, right = jax.tree.leaves(a), jax.tree.leaves(b)
-  return len(left) == len(right) and all(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True) for x, y in zip(left, right, strict=True))
+  return len(left) == len(right) and all(
+    np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True) for x, y in zip(left, right, strict=True)
+  )

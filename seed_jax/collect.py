@@ -36,7 +36,10 @@ def run_collect(run: Run) -> dict:
   won = float(np.mean([t.won for t in done]))
   valid = float(np.mean([turn.valid for t in done for turn in t.turns]))
   failed = sum(bool(t.error) for t in done)
-  say(f"collect: {len(done)} episodes, success {won:.1%}, valid actions {valid:.1%}" + (f", {failed} broke off" if failed else ""))
+  say(
+    f"collect: {len(done)} episodes, success {won:.1%}, valid actions {valid:.1%}"
+    + (f", {failed} broke off" if failed else "")
+  )
   return run.finish(
     "collect",
     {

@@ -69,7 +69,9 @@ def init_slots(config: ModelConfig, num_slots: int, capacity: int) -> Slots:
 
 
 @jax.jit(static_argnames="config", donate_argnames="slots")
-def extend(params: dict, slots: Slots, tokens: jax.Array, counts: jax.Array, config: ModelConfig) -> tuple[jax.Array, Slots]:
+def extend(
+  params: dict, slots: Slots, tokens: jax.Array, counts: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, Slots]:
   """Appends tokens[s, :counts[s]] to every slot and returns the logits [S, V] that follow the last of them.
 
   tokens [S, T] right-padded, counts [S] (0 leaves a slot as it is; its logits are meaningless). A slot of length 0 is an empty one.
@@ -104,7 +106,9 @@ def generate(
 
   def sample(logits, step, done, length, tokens, logprobs, count):
     token_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, offset + step)
-    token, logprob = ops.sample_tokens(logits, token_keys, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    token, logprob = ops.sample_tokens(
+      logits, token_keys, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+    )
     tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
     logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, logprob[:, None], step, axis=1)
     count = count + ~done

@@ -76,7 +76,11 @@ class Engine:
     smallest = max(smallest, rows)
     self.num_slots = -(-num_slots // rows) * rows
     self.slot_buckets = powers_of_two(min(smallest, self.num_slots), self.num_slots)
-    self.token_buckets = tuple(b for b in prefill_buckets if b < capacity) + (capacity,) if prefill_buckets else powers_of_two(min(16, capacity), capacity)
+    self.token_buckets = (
+      tuple(b for b in prefill_buckets if b < capacity) + (capacity,)
+      if prefill_buckets
+      else powers_of_two(min(16, capacity), capacity)
+    )
     self.config, self.mesh, self.capacity, self.sampling = config, mesh, capacity, sampling
     self.max_new, self.stop_ids, self.seed, self.find_stop = max_new, tuple(stop_ids), seed, find_stop
     self.chunk = min(check_every, max_new) if find_stop else max_new
@@ -172,7 +176,16 @@ class Engine:
     slots = self._slots.replace(length=put(self._length))
     logits, slots = decode.extend(self.params, slots, put(tokens), put(counts), self.config)
     sampled, self._slots = decode.generate(
-      self.params, slots, logits, keys, np.int32(offset), put(active), self.config, sampling=self.sampling, max_new=self.chunk, stop_ids=self.stop_ids
+      self.params,
+      slots,
+      logits,
+      keys,
+      np.int32(offset),
+      put(active),
+      self.config,
+      sampling=self.sampling,
+      max_new=self.chunk,
+      stop_ids=self.stop_ids,
     )
     out, lps, count = (np.asarray(x) for x in jax.device_get((sampled.tokens, sampled.logprobs, sampled.count)))
     self._length[rows] += counts[rows] + count[rows] - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from seed_jax.intervals import summarize
-from seed_jax.metrics import progress, say
 from seed_jax.mechanism import run_mechanism
+from seed_jax.metrics import progress, say
 from seed_jax.rollout import Episode, play
 from seed_jax.run import Run, process_seed
 
@@ -23,7 +23,10 @@ def run_evaluate(run: Run) -> dict:
     results[name] = evaluate_policy(run, name)
     say(f"evaluate: {name} {results[name]['success']:.1%} of {results[name]['episodes']} episodes")
   last = "final" if "final" in results else start_name
-  values = results[last] | {"start": results[start_name], "panel": {"split": e.split, "tasks": e.tasks, "samples": e.samples, "seed": e.seed}}
+  values = results[last] | {
+    "start": results[start_name],
+    "panel": {"split": e.split, "tasks": e.tasks, "samples": e.samples, "seed": e.seed},
+  }
   if e.mechanism_tasks:
     values["mechanism"] = run_mechanism(run)
   return run.finish("evaluate", values | {"seconds": time.monotonic() - started})
@@ -36,7 +39,10 @@ def evaluate_policy(run: Run, name: str) -> dict:
   engine = run.actor(model, temperature=e.temperature, seed=process_seed(run.config.seed, "evaluate samples"))
   engine.set_params(params)
   episodes = [Episode(task, group, member) for group, task in enumerate(run.panel()) for member in range(e.samples)]
-  with run.pool(min(engine.num_slots, len(episodes))) as pool, progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar:
+  with (
+    run.pool(min(engine.num_slots, len(episodes))) as pool,
+    progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
+  ):
     trajectories = play(engine, pool, run.prompter, episodes, on_episode=lambda t: bar.update(1))
   played = [t for t in trajectories if not t.error]
   return summarize((t.task_id, t.family, t.won) for t in played) | {

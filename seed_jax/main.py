@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "a config file, with an argument after a colon: configs/quickstart.py:grpo")
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "a config file, with an argument after a colon: configs/quickstart.py:grpo"
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "where everything of this run lies; may be gs://")
 _STAGES = flags.DEFINE_list("stages", [], "the stages to run, in this order; default: all")
 _PLAIN = flags.DEFINE_bool("plain", None, "progress as lines instead of bars")

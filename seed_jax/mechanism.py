@@ -23,7 +23,13 @@ def run_mechanism(run: Run, policy: str = "sft") -> dict:
   analyst.set_params(params)
   tasks = run.benchmark.tasks(e.mechanism_split, e.mechanism_tasks, process_seed(run.config.seed, "mechanism tasks"))
   with run.pool(actor.num_slots) as pool:
-    first = play(actor, pool, run.prompter, [Episode(t, g, m) for g, t in enumerate(tasks) for m in range(e.mechanism_samples)], iteration=0)
+    first = play(
+      actor,
+      pool,
+      run.prompter,
+      [Episode(t, g, m) for g, t in enumerate(tasks) for m in range(e.mechanism_samples)],
+      iteration=0,
+    )
     stats = run.analyze(analyst, first, iteration=0)
     own = {}
     for t in first:
@@ -39,7 +45,10 @@ def run_mechanism(run: Run, policy: str = "sft") -> dict:
       episodes = [Episode(tasks[g], g, m, skills.get(g, "")) for g in groups for m in range(e.mechanism_samples)]
       played = play(actor, pool, run.prompter, episodes, iteration=1 + number)
       rates[name] = np.asarray([np.mean([t.won for t in played if t.group == g]) for g in groups])
-  own_gain, foreign_gain = paired_difference(rates["own"], rates["none"]), paired_difference(rates["foreign"], rates["none"])
+  own_gain, foreign_gain = (
+    paired_difference(rates["own"], rates["none"]),
+    paired_difference(rates["foreign"], rates["none"]),
+  )
   say(
     f"mechanism: on {len(groups)} tasks that were won once, success {rates['none'].mean():.1%} without a skill, "
     f"{rates['own'].mean():.1%} with its own, {rates['foreign'].mean():.1%} with another task's"

@@ -97,7 +97,9 @@ def truncate_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
   if top_p < 1.0:
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass strictly above each token; the first always stays
+    before = (
+      jnp.cumsum(probabilities, axis=-1) - probabilities
+    )  # mass strictly above each token; the first always stays
     smallest = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
     logits = jnp.where(logits < smallest, -jnp.inf, logits)
   return logits

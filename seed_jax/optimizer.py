@@ -43,14 +43,20 @@ def schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
     "linear": optax.linear_schedule(peak, end, rest),
   }[config.schedule]
   # the first update already moves: warm-up runs from peak / warmup to peak
-  return optax.join_schedules([optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1)), after], [warmup]) if warmup else after
+  return (
+    optax.join_schedules([optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1)), after], [warmup])
+    if warmup
+    else after
+  )
 
 
 def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
   """The chain; its state has the parameters' shapes and therefore their shardings."""
 
   def decayed(params):  # stacked norms and biases have few dimensions that are not L: name them instead of counting
-    return jax.tree_util.tree_map_with_path(lambda path, _: not any(s in jax.tree_util.keystr(path) for s in ("norm", "bias")), params)
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: not any(s in jax.tree_util.keystr(path) for s in ("norm", "bias")), params
+    )
 
   rate = schedule(config, total_updates)
   if config.rule == "adamw":

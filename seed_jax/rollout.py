@@ -106,7 +106,16 @@ def play(
       e = episodes[number]
       running[slot] = number
       current[slot] = Trajectory(
-        e.task.id, e.task.family, "", prompter.setting.mode, e.group, e.member, [], won=False, episode_return=0.0, truncated=False
+        e.task.id,
+        e.task.family,
+        "",
+        prompter.setting.mode,
+        e.group,
+        e.member,
+        [],
+        won=False,
+        episode_return=0.0,
+        truncated=False,
       )
       next_observation.pop(slot, None)
       pool.reset(slot, dict(e.task.payload))

@@ -36,7 +36,9 @@ class ConfigError(ValueError):
 class Run:
   """One config in one work directory."""
 
-  def __init__(self, config: ConfigDict, workdir: epath.PathLike, *, plain: bool | None = None, resume_from: int | None = None):
+  def __init__(
+    self, config: ConfigDict, workdir: epath.PathLike, *, plain: bool | None = None, resume_from: int | None = None
+  ):
     self.config = FrozenConfigDict(config)
     self.workdir = epath.Path(workdir)
     self.plain, self.resume_from = plain, resume_from
@@ -119,7 +121,9 @@ class Run:
 
   def pool(self, num_envs: int) -> Pool:
     r = self.config.rollout
-    return Pool(self.benchmark, num_envs, min(r.workers, num_envs), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout)
+    return Pool(
+      self.benchmark, num_envs, min(r.workers, num_envs), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout
+    )
 
   def actor(self, model: ModelConfig, *, temperature: float, seed: int, slots: int | None = None) -> Engine:
     """An engine that acts: one turn is a response of at most config.rollout.max_response tokens."""
@@ -186,7 +190,9 @@ class Run:
     if written is None:
       write_json(path, {"split": e.split, "seed": e.seed, "tasks": ids})
     elif written["tasks"] != ids:
-      raise ConfigError(f"the evaluation panel of {self.workdir} was {len(written['tasks'])} tasks that are no longer the benchmark's; use another --workdir")
+      raise ConfigError(
+        f"the evaluation panel of {self.workdir} was {len(written['tasks'])} tasks that are no longer the benchmark's; use another --workdir"
+      )
     return tasks
 
   def row_shapes(self, section) -> tuple[RowShape, ...]:
@@ -258,7 +264,11 @@ def process_seed(seed: int, purpose: str) -> int:
 
 def _differences(ours, theirs, path="") -> list[str]:
   if isinstance(ours, dict) and isinstance(theirs, dict):
-    return [d for key in sorted(ours.keys() | theirs.keys()) for d in _differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)]
+    return [
+      d
+      for key in sorted(ours.keys() | theirs.keys())
+      for d in _differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)
+    ]
   return [] if ours == theirs else [f"{path}: {theirs} there, {ours} here"]
 
 

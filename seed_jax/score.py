@@ -41,7 +41,9 @@ def interleave(ordinary: Context, skill: Context) -> Context:
 
 def split_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The inverse for a result [2B, R]: (ordinary [B, R], skill [B, R])."""
-  both = jax.lax.reshape(x, (x.shape[0] // 2, 2, *x.shape[1:]), out_sharding=jax.sharding.PartitionSpec(ROWS, None, None))
+  both = jax.lax.reshape(
+    x, (x.shape[0] // 2, 2, *x.shape[1:]), out_sharding=jax.sharding.PartitionSpec(ROWS, None, None)
+  )
   return both[:, 0], both[:, 1]
 
 
@@ -49,12 +51,21 @@ def response_logprobs(params, context: Context, targets: jax.Array, config: Mode
   """Log-probabilities and entropies [B, R] of targets [B, R], differentiable in params; logits exist at response positions only."""
   hidden = decoder.forward(params, context.tokens, context.positions, context.segment_ids, config)
   picked = decoder.gather_positions(hidden, context.index)
-  return ops.token_logprobs(picked, decoder.head(params), targets, temperature=temperature, num_valid=config.num_valid_tokens)
+  return ops.token_logprobs(
+    picked, decoder.head(params), targets, temperature=temperature, num_valid=config.num_valid_tokens
+  )
 
 
 @jax.jit(static_argnames=("config", "temperature"))
 def score_pair(
-  params, ordinary: Context, skill: Context, targets: jax.Array, count: jax.Array, config: ModelConfig, *, temperature: float = 1.0
+  params,
+  ordinary: Context,
+  skill: Context,
+  targets: jax.Array,
+  count: jax.Array,
+  config: ModelConfig,
+  *,
+  temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
   """Log-probabilities [M, B, R] of the targets in both contexts; only the first `count` micro-batches are computed, the others are 0."""
 
@@ -70,7 +81,9 @@ def score_pair(
 
 
 @jax.jit(static_argnames=("config", "temperature"))
-def score(params, context: Context, targets: jax.Array, count: jax.Array, config: ModelConfig, *, temperature: float = 1.0) -> jax.Array:
+def score(
+  params, context: Context, targets: jax.Array, count: jax.Array, config: ModelConfig, *, temperature: float = 1.0
+) -> jax.Array:
   """Log-probabilities [M, B, R] in one context, e.g. of the frozen reference policy."""
 
   def one(i):
@@ -83,7 +96,9 @@ def score(params, context: Context, targets: jax.Array, count: jax.Array, config
 def interleave_targets(targets: jax.Array) -> jax.Array:
   """Targets [B, R] of a pair: the same action ids in both rows, [2B, R]."""
   both = jnp.stack([targets, targets], axis=1)
-  return jax.lax.reshape(both, (2 * targets.shape[0], targets.shape[1]), out_sharding=jax.sharding.PartitionSpec(ROWS, None))
+  return jax.lax.reshape(
+    both, (2 * targets.shape[0], targets.shape[1]), out_sharding=jax.sharding.PartitionSpec(ROWS, None)
+  )
 
 
 def _at(tree, i):

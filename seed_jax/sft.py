@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 import numpy as np
 
 from seed_jax import batching
@@ -37,7 +38,9 @@ def run_sft(run: Run) -> dict:
   wanted = [t.skill for t in unseen]
   stats = run.analyze(engine, unseen, iteration=-1)
   exact = float(np.mean([t.skill == w for t, w in zip(unseen, wanted, strict=True)])) if unseen else 0.0
-  say(f"sft: validation loss {curve[-1]['validation']:.3f}, parse rate {stats['parse_rate']:.1%}, {exact:.1%} of the skills word for word the annotator's")
+  say(
+    f"sft: validation loss {curve[-1]['validation']:.3f}, parse rate {stats['parse_rate']:.1%}, {exact:.1%} of the skills word for word the annotator's"
+  )
   return run.finish(
     "sft",
     {

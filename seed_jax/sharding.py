@@ -107,7 +107,9 @@ def check_divisible(params, mesh: Mesh) -> None:
       parts = math.prod(mesh.shape[a] for a in mesh_axes)
       if size % parts:
         where = "/".join(str(getattr(p, "key", p)) for p in path)
-        raise ValueError(f"{where} {tuple(leaf.shape)}: {name}={size} does not divide over {mesh_axes}={parts}; choose a smaller mesh axis")
+        raise ValueError(
+          f"{where} {tuple(leaf.shape)}: {name}={size} does not divide over {mesh_axes}={parts}; choose a smaller mesh axis"
+        )
 
   jax.tree_util.tree_map_with_path(check, params, param_axes(params))
 

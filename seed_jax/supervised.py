@@ -30,7 +30,9 @@ def fit(
   The order of an epoch is drawn from (seed, name, epoch). Returns the parameters and the curve of losses.
   """
   shapes = run.row_shapes(section)
-  plan = [(epoch, number) for epoch in range(section.epochs) for number in range(_num_batches(samples, section.batch_tokens))]
+  plan = [
+    (epoch, number) for epoch in range(section.epochs) for number in range(_num_batches(samples, section.batch_tokens))
+  ]
   chain = optimizer.make_optimizer(optimizer_config(section.optimizer), len(plan))
   step_fn = update.make_update(model, update.sft_loss, chain)
   with jax.set_mesh(run.mesh):
@@ -47,7 +49,10 @@ def fit(
     for step in range(start, len(plan)):
       epoch, number = plan[step]
       if loaded != epoch:
-        batches, loaded = _shuffled(samples, section.batch_tokens, process_seed(run.config.seed, f"{name} {epoch}")), epoch
+        batches, loaded = (
+          _shuffled(samples, section.batch_tokens, process_seed(run.config.seed, f"{name} {epoch}")),
+          epoch,
+        )
       with jax.set_mesh(run.mesh):
         state, metrics = step_fn(state, batching.to_batches(batches[number], shapes, run.mesh, skills=False))
       losses.append(metrics["loss"])

@@ -49,9 +49,13 @@ def run_train(run: Run) -> dict:
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
   if c.rescore not in ("iteration", "minibatch"):
-    raise ConfigError(f"train.rescore={c.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)")
+    raise ConfigError(
+      f"train.rescore={c.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)"
+    )
   if len(pool_of_tasks) < c.tasks_per_iteration:
-    raise ConfigError(f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks")
+    raise ConfigError(
+      f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
+    )
   actor = run.actor(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
   analyst = run.analyst(model) if method.needs_skills else None
   shapes = run.row_shapes(c)
@@ -89,7 +93,9 @@ def run_train(run: Run) -> dict:
           per_step=c.per_step,
           advantage=method.advantage,
         )
-        samples = batching.episode_samples(trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None)
+        samples = batching.episode_samples(
+          trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None
+        )
         samples, log["samples_dropped"] = batching.that_fit(samples, shapes)
         parts = _mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
         with jax.set_mesh(run.mesh):
@@ -97,7 +103,9 @@ def run_train(run: Run) -> dict:
 
       # ---- 4. both branches scored by the policy that sampled; the reference
       with timer("score"), jax.set_mesh(run.mesh):
-        minibatches = [[scored(b, state.params, reference, model, loss_config, method) for b in part] for part in minibatches]
+        minibatches = [
+          [scored(b, state.params, reference, model, loss_config, method) for b in part] for part in minibatches
+        ]
         log |= mismatch([b for part in minibatches for b in part])
 
       # ---- 5. the update
@@ -106,7 +114,9 @@ def run_train(run: Run) -> dict:
         for number, part in enumerate(minibatches):
           if number and c.rescore == "minibatch" and method.needs_skills:
             part = [rescored(b, state.params, model, loss_config) for b in part]
-          state, metrics = step_fn(state, [b.replace(skill=None) for b in part])  # only ordinary rows are differentiated
+          state, metrics = step_fn(
+            state, [b.replace(skill=None) for b in part]
+          )  # only ordinary rows are differentiated
           updates.append(metrics)
         updates = jax.device_get(updates)
       log |= {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
@@ -160,15 +170,21 @@ def scored(batch, params, reference, model, loss: LossConfig, method):
     old, skill = score.score_pair(params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=t)
     batch = batch.replace(old_logprobs=old, skill_logprobs=skill)
   else:
-    batch = batch.replace(old_logprobs=score.score(params, batch.ordinary, batch.targets, batch.count, model, temperature=t))
+    batch = batch.replace(
+      old_logprobs=score.score(params, batch.ordinary, batch.targets, batch.count, model, temperature=t)
+    )
   if reference is not None:
-    batch = batch.replace(ref_logprobs=score.score(reference, batch.ordinary, batch.targets, batch.count, model, temperature=t))
+    batch = batch.replace(
+      ref_logprobs=score.score(reference, batch.ordinary, batch.targets, batch.count, model, temperature=t)
+    )
   return batch
 
 
 def rescored(batch, params, model, loss: LossConfig):
   """The paper's notation, rescore="minibatch": the skill branch by the current parameters; the old branch stays the sampler's."""
-  _, skill = score.score_pair(params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature)
+  _, skill = score.score_pair(
+    params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature
+  )
   return batch.replace(skill_logprobs=skill)
 
 
@@ -176,7 +192,10 @@ def mismatch(batches) -> dict[str, float]:
   """Mean and largest |sampler - scorer| log-probability of the sampled tokens: 1e-5 in float32, or something is wrong."""
   gaps = [np.abs(np.asarray(b.sampler_logprobs) - np.asarray(b.old_logprobs)) * np.asarray(b.mask) for b in batches]
   tokens = sum(float(np.asarray(b.mask).sum()) for b in batches)
-  return {"mismatch_mean": sum(float(g.sum()) for g in gaps) / max(tokens, 1.0), "mismatch_max": max(float(g.max()) for g in gaps)}
+  return {
+    "mismatch_mean": sum(float(g.sum()) for g in gaps) / max(tokens, 1.0),
+    "mismatch_max": max(float(g.max()) for g in gaps),
+  }
 
 
 def _mini_batches(samples, count, seed):

@@ -79,7 +79,12 @@ class MethodLoss:
     c = self.config
     skill = {}
     if self.method.needs_skills:
-      skill = {"skill_logprobs": batch.skill_logprobs, "skill_mask": batch.skill_mask, "opd_coef": c.opd_coef, "opd_beta": c.opd_beta}
+      skill = {
+        "skill_logprobs": batch.skill_logprobs,
+        "skill_mask": batch.skill_mask,
+        "opd_coef": c.opd_coef,
+        "opd_beta": c.opd_beta,
+      }
     return self.method.loss(
       logprobs=logprobs,
       old_logprobs=batch.old_logprobs,
@@ -101,7 +106,9 @@ class MethodLoss:
 def sft_loss(logprobs, entropy, batch, denominators):
   """Stage 1: mean negative log-likelihood of the masked tokens (paper, the SFT loss; nats per token)."""
   del entropy
-  share = jnp.sum(jnp.where(batch.mask > 0, losses.nll(logprobs=logprobs) * batch.mask, 0.0)) / jnp.maximum(denominators["tokens"], 1.0)
+  share = jnp.sum(jnp.where(batch.mask > 0, losses.nll(logprobs=logprobs) * batch.mask, 0.0)) / jnp.maximum(
+    denominators["tokens"], 1.0
+  )
   return share, {"loss": jax.lax.stop_gradient(share)}
 
 
@@ -138,7 +145,9 @@ def make_update(config: ModelConfig, loss: Loss, optimizer: optax.GradientTransf
     finite = jnp.isfinite(norm)
     # optax knows no explicit axes; its results keep the specs of what they replace
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state.opt_state))
-    updates, opt_state = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)(grads, state.opt_state, state.params)
+    updates, opt_state = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)(
+      grads, state.opt_state, state.params
+    )
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
     # A step with NaN gradients is skipped as a whole: moments that once held a NaN never recover.
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state.replace(step=state.step + 1))

@@ -53,7 +53,9 @@ def test_greedy_decoding_is_the_argmax_of_the_full_forward(params):
 @pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (0.9, 0, 0.6)])
 def test_sampled_logprobs_are_the_scorers_over_the_full_vocabulary(params, temperature, top_k, top_p):
   some = prompts(4, seed=1)
-  out = engine(params, sampling=decode.Sampling(temperature, top_k, top_p)).turn([Request(i, p, (i,)) for i, p in enumerate(some)])
+  out = engine(params, sampling=decode.Sampling(temperature, top_k, top_p)).turn(
+    [Request(i, p, (i,)) for i, p in enumerate(some)]
+  )
   for prompt, completion in zip(some, out, strict=True):
     ids = np.asarray([*prompt, *completion.tokens])[None]
     logits = np.asarray(decoder.logits(params, ids, CONFIG))[0, len(prompt) - 1 : -1] / temperature
@@ -117,7 +119,9 @@ def test_a_stop_string_cuts_the_response_and_the_cache_forgets_the_rest(params):
   cut = made.turn([Request(0, prompt, (1,))])[0]
   assert cut.tokens.tolist() == free[:5] and cut.stopped
   after = made.turn([Request(0, [9, 9], (2,), fresh=False)])[0]
-  whole = engine(params, max_new=12, find_stop=find, check_every=4).turn([Request(0, [*prompt, *free[:5], 9, 9], (2,))])[0]
+  whole = engine(params, max_new=12, find_stop=find, check_every=4).turn(
+    [Request(0, [*prompt, *free[:5], 9, 9], (2,))]
+  )[0]
   assert after.tokens.tolist() == whole.tokens.tolist()
 
 

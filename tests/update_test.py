@@ -32,7 +32,9 @@ def samples(count=11, seed=0, skills=True):
     p1, r1, p2, r2 = (rng.integers(2, 60, n).astype(np.int32) for n in rng.integers([3, 1, 2, 1], [7, 5, 5, 6]))
     skill = rng.integers(2, 60, 4).astype(np.int32)
     tokens = np.concatenate([p1, r1, p2, r2])
-    index = np.concatenate([len(p1) - 1 + np.arange(len(r1)), len(p1) + len(r1) + len(p2) - 1 + np.arange(len(r2))]).astype(np.int32)
+    index = np.concatenate(
+      [len(p1) - 1 + np.arange(len(r1)), len(p1) + len(r1) + len(p2) - 1 + np.arange(len(r2))]
+    ).astype(np.int32)
     targets = np.concatenate([r1, r2])
     has = skills and i % 3 != 0
     made.append(
@@ -61,7 +63,9 @@ def scored_batches(params, some, mesh, shapes=SHAPES, skills=True):
     on_mesh = sharding.put_params(params, mesh)
     out = []
     for batch in batching.to_batches(some, shapes, mesh, skills=skills):
-      old, skill = score.score_pair(on_mesh, batch.ordinary, batch.skill, batch.targets, batch.count, CONFIG, temperature=LOSS.temperature)
+      old, skill = score.score_pair(
+        on_mesh, batch.ordinary, batch.skill, batch.targets, batch.count, CONFIG, temperature=LOSS.temperature
+      )
       ref = 0.9 * old
       out.append(batch.replace(old_logprobs=old - 0.1 * batch.mask, skill_logprobs=skill, ref_logprobs=ref, skill=None))
     return out
@@ -112,7 +116,9 @@ def one_step(params, some, mesh, shapes=SHAPES, method="seed", optimizer=None):
 
 def gradient(params, some, mesh, shapes=SHAPES, method="seed"):
   new, metrics = one_step(params, some, mesh, shapes, method)
-  return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, new.params), {k: float(v) for k, v in metrics.items()}
+  return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, new.params), {
+    k: float(v) for k, v in metrics.items()
+  }
 
 
 def test_gradient_is_that_of_the_loss_over_unpacked_samples(params):
@@ -122,7 +128,10 @@ def test_gradient_is_that_of_the_loss_over_unpacked_samples(params):
   mesh = sharding.make_mesh()
   on_rows = lambda values: sharding.put_rows(np.asarray(values), mesh)  # noqa: E731
   pad = lambda values: on_rows([np.pad(np.asarray(v, np.float32), (0, R - len(v))) for v in values])  # noqa: E731
-  mask, skill_mask = pad([np.ones(len(s.targets)) for s in some]), on_rows([[float(s.skill_tokens is not None)] * R for s in some])
+  mask, skill_mask = (
+    pad([np.ones(len(s.targets)) for s in some]),
+    on_rows([[float(s.skill_tokens is not None)] * R for s in some]),
+  )
   old = [one_by_one(params, s, "ordinary") for s in some]
   skill = [one_by_one(params, s, "skill") if s.skill_tokens is not None else o for s, o in zip(some, old, strict=True)]
 
@@ -136,7 +145,9 @@ def test_gradient_is_that_of_the_loss_over_unpacked_samples(params):
   )
 
   def loss(params):
-    logprobs, entropy = score.response_logprobs(params, rows, whole([s.targets for s in some], R), CONFIG, temperature=LOSS.temperature)
+    logprobs, entropy = score.response_logprobs(
+      params, rows, whole([s.targets for s in some], R), CONFIG, temperature=LOSS.temperature
+    )
     return losses.seed_loss(
       logprobs=logprobs, old_logprobs=pad(old) - 0.1 * mask, advantages=pad([s.advantages for s in some]), skill_logprobs=pad(skill),
       mask=mask, skill_mask=skill_mask, ref_logprobs=0.9 * pad(old), entropy=entropy, opd_coef=LOSS.opd_coef,
@@ -172,7 +183,9 @@ def test_state_keeps_the_specs_of_the_parameters(params):
   state, _ = one_step(params, samples(), mesh, optimizer=optax.adamw(1e-3))
   specs = sharding.param_specs(state.params)
   for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
-    jax.tree.map(lambda x, s: pytest.fail(f"{x.sharding.spec} is not {s}") if x.sharding.spec != s else None, tree, specs)
+    jax.tree.map(
+      lambda x, s: pytest.fail(f"{x.sharding.spec} is not {s}") if x.sharding.spec != s else None, tree, specs
+    )
 
 
 def test_grpo_ignores_the_skill_branch_and_equals_seed_without_skills(params):
@@ -193,7 +206,9 @@ def test_a_batch_without_a_valid_token_changes_nothing_and_is_not_nan(params):
 
 def test_a_step_with_nan_gradients_is_skipped(params):
   mesh = sharding.make_mesh()
-  step = update.make_update(CONFIG, MethodLoss(methods.get("grpo"), LOSS), optax.adamw(1.0), temperature=LOSS.temperature)
+  step = update.make_update(
+    CONFIG, MethodLoss(methods.get("grpo"), LOSS), optax.adamw(1.0), temperature=LOSS.temperature
+  )
   with jax.set_mesh(mesh):
     batches = [b.replace(advantages=b.advantages * jnp.nan) for b in scored_batches(params, samples(4), mesh)]
     state, metrics = step(update.init_state(sharding.put_params(params, mesh), optax.adamw(1.0)), batches)
@@ -206,8 +221,12 @@ def test_interleaving_the_pair_needs_no_collective():
   with jax.set_mesh(mesh):
     rows = sharding.put_rows(np.zeros((8, 24), np.int32), mesh)
     context = score.Context(rows, rows, rows, rows)
-    text = jax.jit(lambda a, b: score.split_pair(score.interleave(a, b).tokens)).lower(context, context).compile().as_text()
-  assert not [word for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter") if word in text]
+    text = (
+      jax.jit(lambda a, b: score.split_pair(score.interleave(a, b).tokens)).lower(context, context).compile().as_text()
+    )
+  assert not [
+    word for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter") if word in text
+  ]
 
 
 def test_sft_loss_is_the_mean_negative_log_likelihood(params):
@@ -215,7 +234,10 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(params):
   mesh = sharding.make_mesh()
   step = update.make_update(CONFIG, update.sft_loss, optax.sgd(0.0))
   with jax.set_mesh(mesh):
-    _, metrics = step(update.init_state(sharding.put_params(params, mesh), optax.sgd(0.0)), batching.to_batches(some, SHAPES, mesh, skills=False))
+    _, metrics = step(
+      update.init_state(sharding.put_params(params, mesh), optax.sgd(0.0)),
+      batching.to_batches(some, SHAPES, mesh, skills=False),
+    )
   expected = []
   for prompt, response in (([3, 4, 5], [6, 7, 1]), ([8], [9, 10, 11])):
     ids = np.asarray([prompt + response])

@@ -19,7 +19,15 @@ ROWS = sharding.ROWS[0]
 def init(key: jax.Array, config: ModelConfig) -> dict:
   """Random float32 parameters: truncated normals of deviation 1/sqrt(fan in), residual outputs smaller by 1/sqrt(2L)."""
   c = config
-  L, D, N, K, H, F, V = c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size
+  L, D, N, K, H, F, V = (
+    c.num_layers,
+    c.hidden_size,
+    c.num_heads,
+    c.num_kv_heads,
+    c.head_dim,
+    c.intermediate_size,
+    c.vocab_size,
+  )
   keys = iter(jax.random.split(key, 16))
 
   def normal(shape, fan_in, scale=1.0):
@@ -47,7 +55,15 @@ def init(key: jax.Array, config: ModelConfig) -> dict:
   return params
 
 
-def forward(params: dict, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None, config: ModelConfig, *, cache=None):
+def forward(
+  params: dict,
+  tokens: jax.Array,
+  positions: jax.Array,
+  segment_ids: jax.Array | None,
+  config: ModelConfig,
+  *,
+  cache=None,
+):
   """Final hidden states of tokens [B, T] at positions [B, T].
 
   Without a cache: rows of packed samples, segment_ids [B, T] (0 is padding) -> [B, T, D].
@@ -68,7 +84,13 @@ def forward(params: dict, tokens: jax.Array, positions: jax.Array, segment_ids: 
     weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
     with jax.named_scope("attention"):
       out, layer_cache = _attention(
-        ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps), weights, angles, positions, mask, layer_cache, config
+        ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps),
+        weights,
+        angles,
+        positions,
+        mask,
+        layer_cache,
+        config,
       )
       x = x + out
     with jax.named_scope("mlp"):
@@ -78,11 +100,15 @@ def forward(params: dict, tokens: jax.Array, positions: jax.Array, segment_ids: 
   if config.scan_layers:
     stacked = None if cache is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache)
     x, new = jax.lax.scan(lambda x, xs: layer(x, *xs), x, (params["layers"], stacked))
-    caches = None if cache is None else tuple(jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(config.num_layers))
+    caches = (
+      None if cache is None else tuple(jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(config.num_layers))
+    )
   else:
     caches = []
     for i in range(config.num_layers):
-      x, layer_cache = layer(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), None if cache is None else cache[i])
+      x, layer_cache = layer(
+        x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), None if cache is None else cache[i]
+      )
       caches.append(layer_cache)
     caches = tuple(caches)
   x = ops.rms_norm(x, params["final_norm"], config.rms_norm_eps)
