@@ -1,8 +1,8 @@
 """The quickstart: SEED end to end on a laptop CPU, no download, in under 15 minutes with its own installation.
 
-A decoder of 0.6 M parameters plays `seed/Household-v0`, an ALFWorld-like text game of generated rooms. The stages: a starting policy (a
-stand-in for a pre-trained language model), episodes by it, skills for them by a scripted analyzer, supervised training on those skills, SEED, and an
-evaluation in unseen rooms with no skill in any prompt.
+A decoder of 0.6 M parameters plays `seed/Household-v0`, an ALFWorld-like text game of generated rooms. The stages: a
+starting policy (a stand-in for a pre-trained language model), episodes by it, skills for them by a scripted analyzer,
+supervised training on those skills, SEED, and an evaluation in unseen rooms with no skill in any prompt.
 
   bash launch/local_run.sh                                          # SEED
   bash launch/local_run.sh --config=configs/quickstart.py:grpo      # another method from the same SFT checkpoint

@@ -1,4 +1,6 @@
-"""What a benchmark is: tasks, an environment, prompts, an action parser. Every module of this package offers one `Benchmark`."""
+"""What a benchmark is: tasks, an environment, prompts, an action parser. Every module of this package offers one
+`Benchmark`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class Benchmark(Protocol):
 
   env.reset(options={"task": task.payload}) -> (observation: str, info)
   env.step(action: str) -> (observation: str, reward: float, terminated: bool, truncated: bool, info)
-  info: {"task": str, "admissible": tuple[str, ...] (may be empty), "won": bool}; terminated means won (or lost for good),
-  truncated means the step limit. A wrong action is answered ("Nothing happens."), never an exception.
+  info: {"task": str, "admissible": tuple[str, ...] (may be empty), "won": bool}; terminated means won (or lost for
+  good), truncated means the step limit. A wrong action is answered ("Nothing happens."), never an exception.
   """
 
   name: str
@@ -53,10 +55,14 @@ class Benchmark(Protocol):
     """A later user message in `transcript` mode."""
 
   def parse(self, response: str) -> tuple[str, bool]:
-    """(action text, valid format) of a response; an unparsable response gives a text that the environment answers harmlessly."""
+    """(action text, valid format) of a response; an unparsable response gives a text that the environment answers
+    harmlessly.
+    """
 
   def analyze(self, task: str, steps: Sequence[tuple[str, str, bool]], won: bool) -> dict[str, str] | None:
-    """Scripted analyzer: {"episode_summary", "episode_skill"} read from the text (observation, action, valid) alone; None where there is none."""
+    """Scripted analyzer: {"episode_summary", "episode_skill"} read from the text (observation, action, valid) alone;
+    None where there is none.
+    """
 
   def demonstrations(self, count: int, seed: int) -> Iterator[Any]:
     """Episodes for the stand-in of pre-training; only the embedded default has them (others raise NotImplementedError)."""

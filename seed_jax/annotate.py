@@ -1,4 +1,6 @@
-"""Stage `annotate`: an analyzer from outside reads every collected episode; what parses is kept (paper, hindsight skill annotation)."""
+"""Stage `annotate`: an analyzer from outside reads every collected episode; what parses is kept (paper, hindsight skill
+annotation).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from seed_jax.trajectory import load_trajectories, save_trajectories
 
 
 def make_analyzer(run: Run):
-  """The analyzer that config.annotate names: `scripted` (the benchmark's own) or `external` (an OpenAI-compatible endpoint)."""
+  """The analyzer that config.annotate names: `scripted` (the benchmark's own) or `external` (an OpenAI-compatible
+  endpoint).
+  """
   a = run.config.annotate
   if a.analyzer == "scripted":
     return ScriptedAnalyzer(run.benchmark.analyze)

@@ -1,7 +1,8 @@
 """Stage `base`: the starting policy where a config names no pretrained weights.
 
-It stands in for a language model's pre-training and is named so: a corpus of generated episodes by demonstrators of mixed quality, in part with a
-skill in context that the demonstrator follows. The policy learns to act validly, to win sometimes, and to heed a skill; it learns no analysis.
+It stands in for a language model's pre-training and is named so: a corpus of generated episodes by demonstrators of
+mixed quality, in part with a skill in context that the demonstrator follows. The policy learns to act validly, to win
+sometimes, and to heed a skill; it learns no analysis.
 """
 
 from __future__ import annotations

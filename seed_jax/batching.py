@@ -1,9 +1,11 @@
 """Trajectories to packed, fixed-shape batches.
 
-Shapes: n tokens of a sample, r response tokens of a sample, M micro-batches, B rows, T row length, R response tokens of a row.
+Shapes: n tokens of a sample, r response tokens of a sample, M micro-batches, B rows, T row length, R response tokens of
+a row.
 
-A sample is one training sequence: a step (window mode) or a whole episode (transcript mode). Samples are packed first-fit-decreasing into rows of
-the smallest allowed length that holds them; rows are grouped into micro-batches. Padding has mask 0, segment 0, and never counts.
+A sample is one training sequence: a step (window mode) or a whole episode (transcript mode). Samples are packed
+first-fit-decreasing into rows of the smallest allowed length that holds them; rows are grouped into micro-batches.
+Padding has mask 0, segment 0, and never counts.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class RowShape:
 
 
 def turn_scores(trajectories: Sequence[Trajectory], *, reward_scale: float, invalid_penalty: float) -> list[np.ndarray]:
-  """Score of every turn: the scaled episode return, minus the penalty at a turn with an invalid action (there only; method.md 4.1)."""
+  """Score of every turn: the scaled episode return, minus the penalty at a turn with an invalid action (there only;
+  method.md 4.1).
+  """
   return [
     np.asarray([reward_scale * t.episode_return - invalid_penalty * (not turn.valid) for turn in t.turns], np.float32)
     for t in trajectories
@@ -70,8 +74,8 @@ def turn_advantages(
 ) -> list[np.ndarray]:
   """Group-relative advantage of every turn, float32[turns] per trajectory.
 
-  per_step=True takes mean and deviation over all turns of the group (official code); False weighs each episode once (paper). Episodes whose
-  environment failed are left out of the statistics and get 0.
+  per_step=True takes mean and deviation over all turns of the group (official code); False weighs each episode once
+  (paper). Episodes whose environment failed are left out of the statistics and get 0.
   """
   scores = turn_scores(trajectories, reward_scale=reward_scale, invalid_penalty=invalid_penalty)
   groups = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
@@ -93,9 +97,11 @@ def episode_samples(
   advantages: Sequence[np.ndarray],
   skill_prompt: Callable[[Trajectory, int], Sequence[int] | None],
 ) -> list[Sample]:
-  """Samples of finished episodes. `skill_prompt(trajectory, turn)` gives the prompt ids of that turn with the skill inserted, None for none.
+  """Samples of finished episodes. `skill_prompt(trajectory, turn)` gives the prompt ids of that turn with the skill
+  inserted, None for none.
 
-  Window mode: one sample a turn. Transcript mode: one sample an episode, in which only the first prompt differs between the contexts.
+  Window mode: one sample a turn. Transcript mode: one sample an episode, in which only the first prompt differs between
+  the contexts.
   """
   samples = []
   for trajectory, advantage in zip(trajectories, advantages, strict=True):
@@ -137,7 +143,9 @@ def text_sample(prompt: Sequence[int], response: Sequence[int]) -> Sample:
 
 
 def that_fit(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> tuple[list[Sample], int]:
-  """The samples that some row shape holds, and how many were left out. A skill context that is too long is given up before its sample is."""
+  """The samples that some row shape holds, and how many were left out. A skill context that is too long is given up
+  before its sample is.
+  """
   kept = []
   for sample in samples:
     alone = dataclasses.replace(sample, skill_tokens=None, skill_index=None)
@@ -150,7 +158,8 @@ def that_fit(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> tuple[lis
 
 
 def pack(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape, list[list[Sample]]]:
-  """Rows by shape: each sample goes to the smallest shape that holds it, first fit, longest first (stable, so reproducible).
+  """Rows by shape: each sample goes to the smallest shape that holds it, first fit, longest first (stable, so
+  reproducible).
 
   Raises ValueError, with the numbers, for a sample that fits no shape.
   """
@@ -245,7 +254,9 @@ def _skill_side(sample: Sample):
 
 
 def _concatenate(prompts, turns):
-  """Tokens of prompt, response, prompt, response ... (without the last token, which predicts nothing) and the predicting columns."""
+  """Tokens of prompt, response, prompt, response ... (without the last token, which predicts nothing) and the
+  predicting columns.
+  """
   tokens, index, at = [], [], 0
   for prompt, turn in zip(prompts, turns, strict=True):
     tokens += [prompt, turn.response_ids]

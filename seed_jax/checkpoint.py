@@ -1,7 +1,8 @@
 """Checkpoints: an orbax tree of arrays plus a JSON record of the host's side, complete or absent, checked when read.
 
-A checkpoint is `DIR/<step>/` (orbax) and `DIR/<step>.json`, written last: the host's record and a SHA-256 of every file of the tree. A step without
-its record was interrupted and counts as absent; a step whose files do not match their sums is corrupt and is named.
+A checkpoint is `DIR/<step>/` (orbax) and `DIR/<step>.json`, written last: the host's record and a SHA-256 of every file
+of the tree. A step without its record was interrupted and counts as absent; a step whose files do not match their sums
+is corrupt and is named.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Checkpoints:
         (self.directory / str(old)).rmtree()
 
   def restore(self, target: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
-    """(step, state, record) of a checkpoint, the newest by default, in the shapes and shardings of `target`; None where there is none.
+    """(step, state, record) of a checkpoint, the newest by default, in the shapes and shardings of `target`; None where
+    there is none.
 
     Raises CheckpointError, which names the last good step, where the checkpoint is damaged or missing.
     """

@@ -2,8 +2,9 @@
 
 Shapes: S slots, T new tokens of a slot, N tokens sampled at most, V vocabulary, C capacity of a slot.
 
-A slot's cache holds every token of its conversation but the last sampled one; that one is the first token of the next `extend`. So an
-episode that ends after a response never pays for a token nobody reads, and a response cut at a stop string is forgotten by moving `length` back.
+A slot's cache holds every token of its conversation but the last sampled one; that one is the first token of the next
+`extend`. So an episode that ends after a response never pays for a token nobody reads, and a response cut at a stop
+string is forgotten by moving `length` back.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def extend(
 ) -> tuple[jax.Array, Slots]:
   """Appends tokens[s, :counts[s]] to every slot and returns the logits [S, V] that follow the last of them.
 
-  tokens [S, T] right-padded, counts [S] (0 leaves a slot as it is; its logits are meaningless). A slot of length 0 is an empty one.
+  tokens [S, T] right-padded, counts [S] (0 leaves a slot as it is; its logits are meaningless). A slot of length 0 is
+  an empty one.
   """
   column = jnp.arange(tokens.shape[1])
   positions = jnp.where(column < counts[:, None], slots.length[:, None] + column, slots.capacity)
@@ -97,10 +99,12 @@ def generate(
   max_new: int,
   stop_ids: tuple[int, ...],
 ) -> tuple[Sampled, Slots]:
-  """Samples up to max_new tokens in every active slot, each until it samples one of stop_ids (kept: the EOS is trained).
+  """Samples up to max_new tokens in every active slot, each until it samples one of stop_ids (kept: the EOS is
+  trained).
 
-  logits [S, V] follow each slot's last token; keys [S] are typed PRNG keys, one a request; token number i = offset + step of a request is
-  drawn with fold_in(key, i), whatever slot it sits in and whoever its neighbours are; active [S] bool. A slot that is full stops too.
+  logits [S, V] follow each slot's last token; keys [S] are typed PRNG keys, one a request; token number i = offset +
+  step of a request is drawn with fold_in(key, i), whatever slot it sits in and whoever its neighbours are; active [S]
+  bool. A slot that is full stops too.
   """
   S = logits.shape[0]
 
@@ -148,7 +152,9 @@ def take_slots(slots: Slots, index: jax.Array) -> Slots:
 
 @jax.jit(static_argnames="width")
 def request_keys(seed: jax.Array, coordinates: jax.Array, width: int = 5) -> jax.Array:
-  """Typed keys [S] from integer coordinates [S, width], e.g. (iteration, task, member, turn, purpose): position in the run, never slot or time."""
+  """Typed keys [S] from integer coordinates [S, width], e.g. (iteration, task, member, turn, purpose): position in the
+  run, never slot or time.
+  """
 
   def one(row):
     key = jax.random.key(seed)

@@ -1,7 +1,9 @@
-"""The engine between a host-side loop and the decode programs: slots that keep a conversation's cache from turn to turn.
+"""The engine between a host-side loop and the decode programs: slots that keep a conversation's cache from turn to
+turn.
 
-A turn is: new tokens of some conversations in, one response each out. All requests of a call advance together; a slot whose episode has ended
-takes the next episode at the following call. Shapes are bucketed, so the number of compiled programs is small and known.
+A turn is: new tokens of some conversations in, one response each out. All requests of a call advance together; a slot
+whose episode has ended takes the next episode at the following call. Shapes are bucketed, so the number of compiled
+programs is small and known.
 Shapes: S slots, T new tokens, N sampled tokens.
 """
 
@@ -19,7 +21,9 @@ from seed_jax.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """New tokens for one slot. `fresh` empties the slot first; `coordinates` say where in the run this request stands (they seed its samples)."""
+  """New tokens for one slot. `fresh` empties the slot first; `coordinates` say where in the run this request stands
+  (they seed its samples).
+  """
 
   slot: int
   tokens: Sequence[int]
@@ -29,7 +33,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """Sampled token ids [n] (with the stop token, if one was sampled), their log-probabilities [n], and why sampling ended."""
+  """Sampled token ids [n] (with the stop token, if one was sampled), their log-probabilities [n], and why sampling
+  ended.
+  """
 
   tokens: np.ndarray
   logprobs: np.ndarray
@@ -54,7 +60,9 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 class Engine:
-  """S slots of `capacity` tokens on `mesh`. `find_stop(ids) -> kept or None` cuts a response at a stop string (see text.py)."""
+  """S slots of `capacity` tokens on `mesh`. `find_stop(ids) -> kept or None` cuts a response at a stop string (see
+  text.py).
+  """
 
   def __init__(
     self,
@@ -98,7 +106,9 @@ class Engine:
     self._pending.clear()
 
   def turn(self, requests: Sequence[Request]) -> list[Completion]:
-    """One response for each request, in order. Raises ValueError if a request cannot fit its slot with one token to spare."""
+    """One response for each request, in order. Raises ValueError if a request cannot fit its slot with one token to
+    spare.
+    """
     if not requests:
       return []
     if len({r.slot for r in requests}) != len(requests) or len(requests) > self.num_slots:
@@ -201,7 +211,9 @@ class Engine:
     return decode.request_keys(np.int32(self.seed), sharding.put_rows(coordinates, self.mesh), width=width)
 
   def _arrange(self, requests):
-    """Gives every request a row, and moves to a smaller or larger set of rows where the number of live conversations asks for it."""
+    """Gives every request a row, and moves to a smaller or larger set of rows where the number of live conversations
+    asks for it.
+    """
     live = {r.slot for r in requests} | set(self._row_of)
     size = bucket(len(live), self.slot_buckets)
     if self._slots is None or size > len(self._length) or size <= len(self._length) // 2:

@@ -33,7 +33,9 @@ def run_evaluate(run: Run) -> dict:
 
 
 def evaluate_policy(run: Run, name: str) -> dict:
-  """Success of one policy on the panel, `samples` episodes a task at the evaluation temperature, no skill in any prompt."""
+  """Success of one policy on the panel, `samples` episodes a task at the evaluation temperature, no skill in any
+  prompt.
+  """
   e = run.config.evaluate
   model, params = run.load_policy(name)
   engine = run.actor(model, temperature=e.temperature, seed=process_seed(run.config.seed, "evaluate samples"))

@@ -1,4 +1,6 @@
-"""`python -m seed_jax.main --config=FILE[:ARG] --workdir=DIR [--stages=a,b]`: runs the stages of a config; done ones are skipped, half-done ones resumed."""
+"""`python -m seed_jax.main --config=FILE[:ARG] --workdir=DIR [--stages=a,b]`: runs the stages of a config; done ones
+are skipped, half-done ones resumed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Is the mechanism alive? What a hindsight skill in context is worth to the policy that starts training.
 
-On tasks where the policy has won once, three fresh sets of episodes: no skill, the skill of that success, the skill of another task's success.
+On tasks where the policy has won once, three fresh sets of episodes: no skill, the skill of that success, the skill of
+another task's success.
 """
 
 from __future__ import annotations

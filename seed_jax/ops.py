@@ -42,8 +42,9 @@ def mask_padded_vocab(logits: jax.Array, num_valid: int | None) -> jax.Array:
 def logprob_and_entropy(logits: jax.Array, targets: jax.Array, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:
   """log softmax(logits / temperature)[targets] and the entropy of that distribution, float32, over the full vocabulary.
 
-  logits [..., V], targets [...] int32. The chosen logit is picked by comparison instead of a gather, so that a vocabulary sharded over
-  `tp` needs one sum and no exchange of logits. At temperature 0 (greedy) the distribution is that of temperature 1.
+  logits [..., V], targets [...] int32. The chosen logit is picked by comparison instead of a gather, so that a
+  vocabulary sharded over `tp` needs one sum and no exchange of logits. At temperature 0 (greedy) the distribution is
+  that of temperature 1.
   """
   logits = logits.astype(jnp.float32) / (temperature or 1.0)
   peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -69,7 +70,8 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
   """Log-probabilities and entropies [B, R] of targets [B, R] given hidden [B, R, D] and head [D, V], in chunks over R.
 
-  Each chunk's logits are computed, reduced and (in the backward pass) computed again, so memory is B * chunk * V instead of B * R * V.
+  Each chunk's logits are computed, reduced and (in the backward pass) computed again, so memory is B * chunk * V
+  instead of B * R * V.
   """
   B, R, D = hidden.shape
   assert targets.shape == (B, R), (hidden.shape, targets.shape)
@@ -108,9 +110,11 @@ def truncate_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
 def sample_tokens(
   logits: jax.Array, keys: jax.Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-  """One token per row and its log-probability: logits [S, V], keys [S] (one per request) -> tokens [S] int32, logprobs [S] float32.
+  """One token per row and its log-probability: logits [S, V], keys [S] (one per request) -> tokens [S] int32, logprobs
+  [S] float32.
 
-  temperature 0 is greedy. The log-probability is `logprob_and_entropy` at the same temperature over the full vocabulary.
+  temperature 0 is greedy. The log-probability is `logprob_and_entropy` at the same temperature over the full
+  vocabulary.
   """
   # choosing needs whole rows: [S, V] is small next to the cache that the step reads
   logits = jax.sharding.reshard(logits.astype(jnp.float32), jax.sharding.PartitionSpec(ROWS[0], None))

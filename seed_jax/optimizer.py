@@ -14,8 +14,10 @@ RULES = ("adamw", "muon")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """rule: `adamw` (arXiv:1711.05101), or `muon` (orthogonalised momentum for the matrices of the layers, AdamW at `adam_rate` times the learning
-  rate for everything else): half the updates where a small policy is trained from nothing. Learning rates are per update."""
+  """rule: `adamw` (arXiv:1711.05101), or `muon` (orthogonalised momentum for the matrices of the layers, AdamW at
+  `adam_rate` times the learning rate for everything else): half the updates where a small policy is trained from
+  nothing. Learning rates are per update.
+  """
 
   rule: str = "adamw"
   learning_rate: float = 1e-6

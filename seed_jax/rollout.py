@@ -1,7 +1,8 @@
 """The environment loop: an environment pool on one side, the engine on the other, trajectories out.
 
-All running episodes take one turn together; an episode that ends gives its slot to the next one at once. What is sampled depends on
-(seed, iteration, task, member, turn, token) alone, never on slots or on the order in which environments answer.
+All running episodes take one turn together; an episode that ends gives its slot to the next one at once. What is
+sampled depends on (seed, iteration, task, member, turn, token) alone, never on slots or on the order in which
+environments answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ACT, ANALYZE = 0, 1  # purposes, the last coordinate of a sampling key
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-  """What to play: a task, the place in its group, and a skill that is shown to the policy ("" for the ordinary context)."""
+  """What to play: a task, the place in its group, and a skill that is shown to the policy ("" for the ordinary
+  context).
+  """
 
   task: Task
   group: int
@@ -56,8 +59,9 @@ class Prompter:
     return b.turn_prompt(observation, admissible) if step else b.first_prompt(trajectory.task, observation, admissible)
 
   def tokens(self, prompt: str, step: int, skill: str = "", *, ended: bool = True) -> list[int]:
-    """Token ids of a user message; a skill goes in after the task line of a message that states it. `ended`: whether the response
-    before it sampled its end of turn (a transcript must close the turn otherwise)."""
+    """Token ids of a user message; a skill goes in after the task line of a message that states it. `ended`: whether
+    the response before it sampled its end of turn (a transcript must close the turn otherwise).
+    """
     if step and self.setting.mode == "transcript":
       return self.tokenizer.following(prompt, ended=ended)
     if skill:
@@ -186,7 +190,8 @@ def task_number(task_id: str) -> int:
 def complete(
   engine: Engine, prompts: Sequence[Sequence[int]], coordinates: Sequence[tuple[int, ...]]
 ) -> list[Completion | None]:
-  """One response for each single-turn prompt, as many at a time as there are slots; None where the prompt is too long for a slot.
+  """One response for each single-turn prompt, as many at a time as there are slots; None where the prompt is too long
+  for a slot.
 
   Longest prompts first, so that a batch wastes little padding.
   """

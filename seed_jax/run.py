@@ -1,4 +1,6 @@
-"""What the stages share: the work directory, the mesh, the benchmark, the tokenizer, the policies, engines and pools of one run."""
+"""What the stages share: the work directory, the mesh, the benchmark, the tokenizer, the policies, engines and pools of
+one run.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Run:
   # -- the work directory --
 
   def open(self) -> None:
-    """Creates the work directory, or checks that it belongs to this config. Raises ConfigError with the fields that differ."""
+    """Creates the work directory, or checks that it belongs to this config. Raises ConfigError with the fields that
+    differ.
+    """
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
     if path.exists():
@@ -72,7 +76,9 @@ class Run:
     return values
 
   def policy_path(self, name: str) -> epath.Path:
-    """Folder of a policy (Hugging Face layout): base, sft or final. A pretrained base lies where config.model.path says."""
+    """Folder of a policy (Hugging Face layout): base, sft or final. A pretrained base lies where config.model.path
+    says.
+    """
     if name == "base" and self.config.model.path:
       return epath.Path(resolve_model(self.config.model.path))
     return self.workdir / "policy" / name
@@ -171,7 +177,8 @@ class Run:
   def analyze(self, engine: Engine, trajectories: Sequence[Trajectory], *, iteration: int) -> dict[str, float]:
     """The policy reads its own finished episodes: fills analysis, summary and skill. Returns parse statistics.
 
-    An episode that broke off, or whose request is too long, gets no analysis; one whose answer does not parse gets no skill.
+    An episode that broke off, or whose request is too long, gets no analysis; one whose answer does not parse gets no
+    skill.
     """
     readable = [t for t in trajectories if t.turns and not t.error]
     prompts = [self.analysis_prompt(t) for t in readable]

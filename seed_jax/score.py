@@ -2,8 +2,9 @@
 
 Shapes: M micro-batches, B rows, T tokens of a row, R response tokens of a row, D model.
 
-A row holds one or more samples (segments). Row 2i is the ordinary context and row 2i + 1 the skill context of the same samples in the same order,
-so splitting the pair is a local reshape: no collective builds it or takes it apart. `index` is the column whose hidden state predicts the target.
+A row holds one or more samples (segments). Row 2i is the ordinary context and row 2i + 1 the skill context of the same
+samples in the same order, so splitting the pair is a local reshape: no collective builds it or takes it apart. `index`
+is the column whose hidden state predicts the target.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def split_pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def response_logprobs(params, context: Context, targets: jax.Array, config: ModelConfig, *, temperature: float = 1.0):
-  """Log-probabilities and entropies [B, R] of targets [B, R], differentiable in params; logits exist at response positions only."""
+  """Log-probabilities and entropies [B, R] of targets [B, R], differentiable in params; logits exist at response
+  positions only.
+  """
   hidden = decoder.forward(params, context.tokens, context.positions, context.segment_ids, config)
   picked = decoder.gather_positions(hidden, context.index)
   return ops.token_logprobs(
@@ -67,7 +70,9 @@ def score_pair(
   *,
   temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-  """Log-probabilities [M, B, R] of the targets in both contexts; only the first `count` micro-batches are computed, the others are 0."""
+  """Log-probabilities [M, B, R] of the targets in both contexts; only the first `count` micro-batches are computed, the
+  others are 0.
+  """
 
   def one(i):
     rows = interleave(_at(ordinary, i), _at(skill, i))

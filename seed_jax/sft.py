@@ -56,9 +56,11 @@ def run_sft(run: Run) -> dict:
 
 
 def replay(run: Run, count: int) -> list[Sample]:
-  """Fresh episodes of the starting policy's own corpus, mixed into Stage 1 so that a very small policy does not forget how to act.
+  """Fresh episodes of the starting policy's own corpus, mixed into Stage 1 so that a very small policy does not forget
+  how to act.
 
-  A language model at the paper's learning rate needs none (config.sft.replay = 0): its acting survives a few hundred small steps.
+  A language model at the paper's learning rate needs none (config.sft.replay = 0): its acting survives a few hundred
+  small steps.
   """
   if not count:
     return []

@@ -1,7 +1,9 @@
 """One mesh, one table from logical axes to mesh axes, and the specs that follow from it.
 
-The mesh has the axes `data` (replicas), `fsdp` (parameters are stored sharded and gathered layer by layer) and `tp` (tensor parallel). It always
-exists: on a laptop it is 1x1x1. Axis types are Explicit, so every array carries its sharding in its type and a gradient has its parameter's spec.
+The mesh has the axes `data` (replicas), `fsdp` (parameters are stored sharded and gathered layer by layer) and `tp`
+(tensor parallel). It always
+exists: on a laptop it is 1x1x1. Axis types are Explicit, so every array carries its sharding in its type and a gradient
+has its parameter's spec.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def fit(
   samples: Sequence[Sample],
   validation: Sequence[Sample],
 ) -> tuple[dict, list[dict]]:
-  """Supervised training of `params` with a config section (epochs, batch_tokens, row_lengths, micro_tokens, optimizer, ...); resumable.
+  """Supervised training of `params` with a config section (epochs, batch_tokens, row_lengths, micro_tokens, optimizer,
+  ...); resumable.
 
   The order of an epoch is drawn from (seed, name, epoch). Returns the parameters and the curve of losses.
   """
@@ -89,7 +90,9 @@ def _shuffled(samples, batch_tokens, seed) -> list[list[Sample]]:
 
 
 def _split(samples, order, batch_tokens) -> list[list[Sample]]:
-  """Batches of equal numbers of samples, about batch_tokens tokens each (whatever the order, the same number of batches)."""
+  """Batches of equal numbers of samples, about batch_tokens tokens each (whatever the order, the same number of
+  batches).
+  """
   mean = sum(s.length for s in samples) / max(len(samples), 1)
   size = max(round(batch_tokens / max(mean, 1)), 1)
   return [[samples[i] for i in order[at : at + size]] for at in range(0, len(samples), size)]

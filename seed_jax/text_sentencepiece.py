@@ -108,7 +108,8 @@ def train(
     path: a directory.
     vocab_size: the most pieces, everything included; a small corpus gives fewer.
     symbols: strings that are always one token, such as the fixed parts of a reply in JSON. The line end is one already.
-    phrases: several words that are one piece wherever they follow a space or start a text, such as a name and its number.
+    phrases: several words that are one piece wherever they follow a space or start a text, such as a name and its
+    number.
     byte_fallback: 256 pieces for single bytes, so that any text comes back as it was. Without them (for vocabularies
       of about 300) all printable ASCII is kept, and another character that the texts do not have is read as unknown,
       which decodes to " ⁇ ".

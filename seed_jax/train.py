@@ -181,7 +181,9 @@ def scored(batch, params, reference, model, loss: LossConfig, method):
 
 
 def rescored(batch, params, model, loss: LossConfig):
-  """The paper's notation, rescore="minibatch": the skill branch by the current parameters; the old branch stays the sampler's."""
+  """The paper's notation, rescore="minibatch": the skill branch by the current parameters; the old branch stays the
+  sampler's.
+  """
   _, skill = score.score_pair(
     params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature
   )

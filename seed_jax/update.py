@@ -2,9 +2,9 @@
 
 Shapes: M micro-batches, B rows, R response tokens of a row.
 
-A mini-batch is a list of `Batch`es, one per row length; each compiled program handles one row length, whatever the number of its micro-batches.
-Denominators are sums over the whole mini-batch (all row lengths, all hosts) and are known before the first gradient, so that the objective does
-not depend on how samples were packed.
+A mini-batch is a list of `Batch`es, one per row length; each compiled program handles one row length, whatever the
+number of its micro-batches. Denominators are sums over the whole mini-batch (all row lengths, all hosts) and are known
+before the first gradient, so that the objective does not depend on how samples were packed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class TrainState:
 
 @flax.struct.dataclass
 class Batch:
-  """Packed rows of one row length with what the loss needs per response token; `count` micro-batches of the M are filled."""
+  """Packed rows of one row length with what the loss needs per response token; `count` micro-batches of the M are
+  filled.
+  """
 
   ordinary: Context
   skill: Context | None  # None where the method scores no skill context
@@ -64,7 +66,8 @@ class LossConfig:
   temperature: float = 1.0  # of the rollout: log-probabilities are those of the distribution that was sampled
 
 
-# A loss takes (logprobs [B, R], entropy [B, R], micro-batch, denominators) and returns (scalar share, shares of metrics).
+# A loss takes (logprobs [B, R], entropy [B, R], micro-batch, denominators) and returns (scalar share, shares of
+# metrics).
 Loss = Callable[[jax.Array, jax.Array, Batch, dict], tuple[jax.Array, dict]]
 
 
@@ -115,7 +118,8 @@ def sft_loss(logprobs, entropy, batch, denominators):
 def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
   """A fresh state on the mesh of the parameters; moments carry their parameter's sharding.
 
-  The parameters are copied: the update donates its state, and what the caller holds must not be deleted under their hands.
+  The parameters are copied: the update donates its state, and what the caller holds must not be deleted under their
+  hands.
   """
   step = jnp.zeros((), jnp.int32, out_sharding=jax.sharding.PartitionSpec())
   return TrainState(step, jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params))

@@ -1,4 +1,6 @@
-"""Batches, paired scoring and the update: packing, micro-batches and meshes change nothing; the pair needs no collective."""
+"""Batches, paired scoring and the update: packing, micro-batches and meshes change nothing; the pair needs no
+collective.
+"""
 
 import dataclasses
 
