@@ -1,6 +1,4 @@
-"""What a benchmark is: tasks, an environment, prompts, an action parser. Every module of this package offers one
-`Benchmark`.
-"""
+"""What a benchmark is: tasks, an environment, prompts, an action parser. A module of this package offers one."""
 
 from __future__ import annotations
 
@@ -65,4 +63,4 @@ class Benchmark(Protocol):
     """
 
   def demonstrations(self, count: int, seed: int) -> Iterator[Any]:
-    """Episodes for the stand-in of pre-training; only the embedded default has them (others raise NotImplementedError)."""
+    """Episodes for the stand-in of pre-training; others than the embedded default raise NotImplementedError."""

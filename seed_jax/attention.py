@@ -1,7 +1,7 @@
 """Attention with segment ids, over rows of packed samples or over a slot cache.
 
-Shapes: B rows (or slots), T query tokens, S key/value positions, N query heads, K key/value heads, G = N/K, H head
-size.
+Shapes: B rows (or slots), T query tokens, S key/value positions, N query heads, K key/value heads, G = N/K,
+H head size.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def cache_mask(positions: jax.Array, capacity: int) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  """softmax(q k^T / sqrt(H) + mask) v with grouped queries: q [B, T, N, H], k and v [B, K, S, H], mask [B, T, S] -> [B,
-  T, N, H].
+  """softmax(q k^T / sqrt(H) + mask) v with grouped queries.
+
+  q [B, T, N, H], k and v [B, K, S, H], mask [B, T, S] -> [B, T, N, H].
 
   Scores and softmax are float32: in bfloat16 the sum over a few thousand keys is off by whole percents.
   """

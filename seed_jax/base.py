@@ -85,7 +85,7 @@ def run_base(run: Run) -> dict:
 
 
 def demonstration_sample(run: Run, demonstration, observations: bool) -> Sample:
-  """An episode as one sequence in the layout of the transcript mode; trained on every token (or on the actions only)."""
+  """An episode as one sequence laid out as in transcript mode; trained on every token (or on the actions only)."""
   tokens, wanted = [], []
   empty = Trajectory(
     demonstration.task.id,

@@ -171,7 +171,8 @@ def pack(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape
     shape = next((s for s in shapes if need[0] <= s.length and need[1] <= s.responses), None)
     if shape is None:
       raise ValueError(
-        f"a sample of {need[0]} tokens ({need[1]} sampled) fits no row of {[(s.length, s.responses) for s in shapes]} (tokens, sampled tokens): "
+        f"a sample of {need[0]} tokens ({need[1]} sampled) fits no row of "
+        f"{[(s.length, s.responses) for s in shapes]} (tokens, sampled tokens): "
         "raise train.row_lengths, or lower the limits of the rollout"
       )
     free = room.setdefault(shape, [])

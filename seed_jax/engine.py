@@ -1,5 +1,4 @@
-"""The engine between a host-side loop and the decode programs: slots that keep a conversation's cache from turn to
-turn.
+"""The engine between a host-side loop and the decode programs: slots keep a conversation's cache from turn to turn.
 
 A turn is: new tokens of some conversations in, one response each out. All requests of a call advance together; a slot
 whose episode has ended takes the next episode at the following call. Shapes are bucketed, so the number of compiled
@@ -141,7 +140,8 @@ class Engine:
       feed.append(pending + list(request.tokens))
       if self._length[row] + len(feed[-1]) > self.capacity:
         raise ValueError(
-          f"a context of {self._length[row] + len(feed[-1])} tokens does not fit a slot of {self.capacity}: raise the context limit of the config"
+          f"a context of {self._length[row] + len(feed[-1])} tokens does not fit a slot of {self.capacity}: "
+          "raise the context limit of the config"
         )
     keys = self._keys(requests, rows)
     samples = [[] for _ in requests]

@@ -12,7 +12,7 @@ from seed_jax.sharding import ROWS
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  """x / sqrt(mean(x^2) + eps) * weight over the last axis; in float32, since squares of bfloat16 lose the small ones."""
+  """x / sqrt(mean(x^2) + eps) * weight over the last axis; in float32: squares of bfloat16 lose the small ones."""
   f = x.astype(jnp.float32)
   f = f * jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + eps)
   return (f * weight.astype(jnp.float32)).astype(x.dtype)

@@ -33,7 +33,7 @@ class OptimizerConfig:
 
 
 def schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
-  """Linear warm-up over `warmup * total_updates`, then constant, cosine or linear to `final_fraction * learning_rate`."""
+  """Linear warm-up over `warmup * total_updates`, then constant, cosine or linear to `final_fraction * peak`."""
   if config.schedule not in SCHEDULES:
     raise ValueError(f"schedule {config.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
   warmup = round(config.warmup * total_updates)
@@ -81,7 +81,7 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
 
 
 def _matrices(params):
-  """Input and output axes of the stacked matrices of a decoder's layers; None (AdamW) for embeddings, norms and biases."""
+  """Input and output axes of the stacked matrices of a decoder's layers; None (AdamW) for everything else."""
   Axes = optax.contrib.MuonDimensionNumbers
   heads_out, heads_in, plain = Axes(1, (2, 3)), Axes((1, 2), 3), Axes(1, 2)
   axes = {"q": heads_out, "k": heads_out, "v": heads_out, "o": heads_in, "gate": plain, "up": plain, "down": plain}

@@ -57,9 +57,8 @@ class Run:
     if path.exists():
       differences = _differences(ours, read_json(path))
       if differences:
-        raise ConfigError(
-          f"{self.workdir} belongs to another config ({'; '.join(differences[:4])}{'; ...' if len(differences) > 4 else ''}); choose another --workdir"
-        )
+        shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
+        raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
     else:
       self.workdir.mkdir(parents=True, exist_ok=True)
       write_json(path, ours)
@@ -198,7 +197,8 @@ class Run:
       write_json(path, {"split": e.split, "seed": e.seed, "tasks": ids})
     elif written["tasks"] != ids:
       raise ConfigError(
-        f"the evaluation panel of {self.workdir} was {len(written['tasks'])} tasks that are no longer the benchmark's; use another --workdir"
+        f"the evaluation panel of {self.workdir} was {len(written['tasks'])} tasks that are no longer the benchmark's; "
+        "use another --workdir"
       )
     return tasks
 

@@ -39,7 +39,8 @@ def run_sft(run: Run) -> dict:
   stats = run.analyze(engine, unseen, iteration=-1)
   exact = float(np.mean([t.skill == w for t, w in zip(unseen, wanted, strict=True)])) if unseen else 0.0
   say(
-    f"sft: validation loss {curve[-1]['validation']:.3f}, parse rate {stats['parse_rate']:.1%}, {exact:.1%} of the skills word for word the annotator's"
+    f"sft: validation loss {curve[-1]['validation']:.3f}, parse rate {stats['parse_rate']:.1%}, "
+    f"{exact:.1%} of the skills word for word the annotator's"
   )
   return run.finish(
     "sft",

@@ -1,9 +1,8 @@
 """One mesh, one table from logical axes to mesh axes, and the specs that follow from it.
 
 The mesh has the axes `data` (replicas), `fsdp` (parameters are stored sharded and gathered layer by layer) and `tp`
-(tensor parallel). It always
-exists: on a laptop it is 1x1x1. Axis types are Explicit, so every array carries its sharding in its type and a gradient
-has its parameter's spec.
+(tensor parallel). It always exists: on a laptop it is 1x1x1. Axis types are Explicit, so every array carries its
+sharding in its type and a gradient has its parameter's spec.
 """
 
 from __future__ import annotations
@@ -110,7 +109,8 @@ def check_divisible(params, mesh: Mesh) -> None:
       if size % parts:
         where = "/".join(str(getattr(p, "key", p)) for p in path)
         raise ValueError(
-          f"{where} {tuple(leaf.shape)}: {name}={size} does not divide over {mesh_axes}={parts}; choose a smaller mesh axis"
+          f"{where} {tuple(leaf.shape)}: {name}={size} does not divide over {mesh_axes}={parts}; "
+          "choose a smaller mesh axis"
         )
 
   jax.tree_util.tree_map_with_path(check, params, param_axes(params))

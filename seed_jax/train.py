@@ -191,7 +191,7 @@ def rescored(batch, params, model, loss: LossConfig):
 
 
 def mismatch(batches) -> dict[str, float]:
-  """Mean and largest |sampler - scorer| log-probability of the sampled tokens: 1e-5 in float32, or something is wrong."""
+  """Mean and largest |sampler - scorer| log-probability of the sampled tokens: 1e-5 in float32, or it is a fault."""
   gaps = [np.abs(np.asarray(b.sampler_logprobs) - np.asarray(b.old_logprobs)) * np.asarray(b.mask) for b in batches]
   tokens = sum(float(np.asarray(b.mask).sum()) for b in batches)
   return {

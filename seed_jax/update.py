@@ -126,7 +126,7 @@ def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainSt
 
 
 def make_update(config: ModelConfig, loss: Loss, optimizer: optax.GradientTransformation, *, temperature: float = 1.0):
-  """The update step: update(state, [Batch, ...]) -> (state, metrics), the state donated. Compiled once per row length."""
+  """The update step: update(state, [Batch, ...]) -> (state, metrics), state donated. Compiled once a row length."""
 
   @jax.jit(donate_argnums=(1, 2))
   def accumulate(params, grads, metrics, batch: Batch, denominators):

@@ -1,4 +1,4 @@
-"""Decode programs and the engine: what is sampled is what the scorer sees, whatever the slots, buckets and neighbours."""
+"""Decode programs and the engine: the scorer sees what was sampled, whatever the slots, buckets and neighbours."""
 
 import jax
 import numpy as np

@@ -151,10 +151,19 @@ def test_gradient_is_that_of_the_loss_over_unpacked_samples(params):
       params, rows, whole([s.targets for s in some], R), CONFIG, temperature=LOSS.temperature
     )
     return losses.seed_loss(
-      logprobs=logprobs, old_logprobs=pad(old) - 0.1 * mask, advantages=pad([s.advantages for s in some]), skill_logprobs=pad(skill),
-      mask=mask, skill_mask=skill_mask, ref_logprobs=0.9 * pad(old), entropy=entropy, opd_coef=LOSS.opd_coef,
-      opd_beta=LOSS.opd_beta, kl_coef=LOSS.kl_coef, entropy_coef=LOSS.entropy_coef,
-    )  # fmt: skip
+      logprobs=logprobs,
+      old_logprobs=pad(old) - 0.1 * mask,
+      advantages=pad([s.advantages for s in some]),
+      skill_logprobs=pad(skill),
+      mask=mask,
+      skill_mask=skill_mask,
+      ref_logprobs=0.9 * pad(old),
+      entropy=entropy,
+      opd_coef=LOSS.opd_coef,
+      opd_beta=LOSS.opd_beta,
+      kl_coef=LOSS.kl_coef,
+      entropy_coef=LOSS.entropy_coef,
+    )
 
   with jax.set_mesh(mesh):
     (value, expected_metrics), expected = jax.value_and_grad(loss, has_aux=True)(sharding.put_params(params, mesh))

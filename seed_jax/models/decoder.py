@@ -1,8 +1,9 @@
 """One decoder for Qwen2/2.5, Qwen3 and Llama (SmolLM2): plain functions over a dictionary of arrays.
 
 Shapes: B rows, T tokens, D model, N query heads, K key/value heads, H head size, F feed-forward, V vocabulary, L
-layers, R response tokens. The parameter tree is written down in `init`. Parameters are stored under
-`sharding.param_specs`; each layer gathers its own over `fsdp`.
+layers, R response tokens.
+The parameter tree is written down in `init`. Parameters are stored under `sharding.param_specs`; each layer gathers its
+own over `fsdp`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROWS = sharding.ROWS[0]
 
 
 def init(key: jax.Array, config: ModelConfig) -> dict:
-  """Random float32 parameters: truncated normals of deviation 1/sqrt(fan in), residual outputs smaller by 1/sqrt(2L)."""
+  """Random float32 parameters: truncated normals of deviation 1/sqrt(fan in); residual outputs less by 1/sqrt(2L)."""
   c = config
   L, D, N, K, H, F, V = (
     c.num_layers,
@@ -67,8 +68,9 @@ def forward(
 ):
   """Final hidden states of tokens [B, T] at positions [B, T].
 
-  Without a cache: rows of packed samples, segment_ids [B, T] (0 is padding) -> [B, T, D]. With a cache (a tuple of L
-  `attention.LayerCache`): tokens continue the slots, position p is stored at index p, positions at or above the
+  Without a cache: rows of packed samples, segment_ids [B, T] (0 is padding) -> [B, T, D].
+  With a cache (a tuple of L `attention.LayerCache`): tokens continue the slots, position p is stored at index p;
+  positions at or above the
   capacity mark padding -> ([B, T, D], new cache).
   """
   B, T = tokens.shape
