@@ -130,16 +130,19 @@ def _success(goal: Goal, reader: Reader, last: str) -> tuple[str, str]:
     source = reader.origin.get(thing, where)
     return (
       f"{goal.item} was in {source}, {LAMP} in {where}.",
-      f"take {goal.item} from {source}, use {LAMP} 1 in {where}.",
+      f"take {thing} from {source}, use {LAMP} 1 in {where}.",
     )
   final = reader.moved[-1][1]
   delivered = [thing for thing, place in dict(reader.moved).items() if place == final and kind(thing) == goal.item]
   if goal.family == "pick2":
     sources = [reader.origin.get(thing, final) for thing in delivered[:2]]
-    skill = ", ".join(f"take {goal.item} from {source}, move it to {final}" for source in sources)
+    skill = ", ".join(
+      f"take {thing} from {source}, move {thing} to {final}" for thing, source in zip(delivered, sources, strict=False)
+    )
     return f"{goal.item} was in {', '.join(dict.fromkeys(sources))}.", f"{skill}."
-  source = reader.origin.get(delivered[0], final)
-  return f"{goal.item} was in {source}.", f"take {goal.item} from {source}, {_treat(goal, reader)}move it to {final}."
+  thing = delivered[0]
+  source = reader.origin.get(thing, final)
+  return f"{goal.item} was in {source}.", f"take {thing} from {source}, {_treat(goal, reader, thing)}move {thing} to {final}."
 
 
 def _failure(goal: Goal, reader: Reader) -> tuple[str, str]:
@@ -151,10 +154,10 @@ def _failure(goal: Goal, reader: Reader) -> tuple[str, str]:
   taken = [thing for thing in found if thing == reader.held or any(thing == moved for moved, _ in reader.moved)]
   if not taken:
     source = reader.origin[found[0]]
-    return f"{item} was in {source} but not taken.", f"take {item} from {source} when you see it."
+    return f"{item} was in {source} but not taken.", f"take {found[0]} from {source} when you see it."
   thing = reader.held if reader.held in taken else taken[-1]
   source = reader.origin[thing]
-  take = f"take {item} from {source}"
+  take = f"take {thing} from {source}"
   if goal.family == "look":
     return _failed_look(goal, reader, take, source)
   wrong = [place for moved, place in reader.moved if kind(moved) == item and kind(place) != goal.target]
@@ -162,12 +165,12 @@ def _failure(goal: Goal, reader: Reader) -> tuple[str, str]:
   if goal.family == "pick2":
     return _failed_pick2(goal, reader, target, wrong, found, thing)
   treated = goal.family == "pick" or (thing, goal.family) in reader.marks
-  path = f"{take}, {_treat(goal, reader)}"
+  path = f"{take}, {_treat(goal, reader, thing)}"
   if not treated and any(moved == thing and kind(place) == goal.target for moved, place in reader.moved):
-    return f"{item} was in {source} but {goal.family} was skipped.", f"{path[:-2]} before you move it to {target}."
+    return f"{item} was in {source} but {goal.family} was skipped.", f"{path[:-2]} before you move {thing} to {target}."
   if wrong:
-    return f"{item} was moved to {wrong[-1]}.", f"{path}move it to {target}, not to {wrong[-1]}."
-  return f"{item} was in {source} but not moved.", f"{path}move it to {target}, do not wander."
+    return f"{item} was moved to {wrong[-1]}.", f"{path}move {thing} to {target}, not to {wrong[-1]}."
+  return f"{item} was in {source} but not moved.", f"{path}move {thing} to {target}, do not wander."
 
 
 def _failed_look(goal: Goal, reader: Reader, take: str, source: str) -> tuple[str, str]:
@@ -183,21 +186,22 @@ def _failed_look(goal: Goal, reader: Reader, take: str, source: str) -> tuple[st
 def _failed_pick2(goal: Goal, reader: Reader, target: str, wrong, found, thing) -> tuple[str, str]:
   item = goal.item
   if len(found) > 1:
-    first, second = (reader.origin[each] for each in found[:2])
-    skill = f"take {item} from {first}, move it to {target}, take {item} from {second}, move it to {target}"
+    one, other = found[:2]
+    first, second = reader.origin[one], reader.origin[other]
+    skill = f"take {one} from {first}, move {one} to {target}, take {other} from {second}, move {other} to {target}"
     tail = f", not to {wrong[-1]}" if wrong else ", do not wander"
     return f"{item} was in {first} and {second}.", f"{skill}{tail}."
   missed = _missed(item, reader, skip=reader.origin[thing])
   tail = f"other {missed}" if missed else f"go and look for other {item}"
-  return f"other {item} was not found.", f"take {item} from {reader.origin[thing]}, move it to {target}, {tail}."
+  return f"other {item} was not found.", f"take {thing} from {reader.origin[thing]}, move {thing} to {target}, {tail}."
 
 
-def _treat(goal: Goal, reader: Reader) -> str:
-  """ "heat it with microwave 1, " for the families that need it."""
+def _treat(goal: Goal, reader: Reader, thing: str) -> str:
+  """ "heat potato 2 with microwave 1, " for the families that need it."""
   if goal.family not in APPLIANCES:
     return ""
   used = [place for verb, thing, place in reader.treated if verb == goal.family and kind(thing) == goal.item]
-  return f"{goal.family} it with {used[-1] if used else APPLIANCES[goal.family] + ' 1'}, "
+  return f"{goal.family} {thing} with {used[-1] if used else APPLIANCES[goal.family] + ' 1'}, "
 
 
 def _missed(item: str, reader: Reader, skip: str = "") -> str:

@@ -73,8 +73,8 @@ def read_advice(skill: str, goal: Goal, places: list[str]) -> Advice | None:
   """What a skill says about this goal; None where it speaks of other things or of places that are not here."""
   if not _mentions(skill, goal.item):
     return None
-  advice = Advice(sources=re.findall(rf"take {goal.item} from {_PLACE}", skill))
-  advice.target = next(iter(re.findall(rf"move it to {_PLACE}", skill)), "")
+  advice = Advice(sources=re.findall(rf"take {goal.item} \d+ from {_PLACE}", skill))
+  advice.target = next(iter(re.findall(rf"move {goal.item} \d+ to {_PLACE}", skill)), "")
   advice.lamp = next(iter(re.findall(rf"use {LAMP} 1 in {_PLACE}", skill)), "")
   for match in re.finditer(rf"(\w+) is not in ({_PLACE}(?:, {_PLACE})*)", skill):
     (advice.avoid_lamp if match[1] == LAMP else advice.avoid).update(re.findall(_PLACE, match[2]))

@@ -310,7 +310,7 @@ def success(tasks, quality, skills=None):
 def test_demonstrators_leave_room_and_follow_skills():
   rng, env = random.Random(0), BENCHMARK.make()
   tasks = BENCHMARK.tasks("train", 900, 3)
-  assert 0.30 < success(tasks, None) < 0.45
+  assert 0.5 < success(tasks, None) < 0.75
   assert success(tasks, lambda _: 1.0) >= 0.85
   played = [(task, *play(env, task, Habits.of(mixed_quality(rng)), "", rng)) for task in tasks]
   skills = {won: [] for won in (True, False)}
@@ -383,23 +383,23 @@ LOOK = ("look", "On shelf 1 you see nothing.")
 @pytest.mark.parametrize(
   "pairs, won, skill",
   [
-    ([*TAKEN, *HEATED, *TO_SINK], True, "take potato from fridge 1, heat it with microwave 1, move it to sinkbasin 1."),
+    ([*TAKEN, *HEATED, *TO_SINK], True, "take potato 2 from fridge 1, heat potato 2 with microwave 1, move potato 2 to sinkbasin 1."),
     (
       [*TAKEN, *TO_SINK, LOOK],
       False,
-      "take potato from fridge 1, heat it with microwave 1 before you move it to sinkbasin 1.",
+      "take potato 2 from fridge 1, heat potato 2 with microwave 1 before you move potato 2 to sinkbasin 1.",
     ),
     (
       [*TAKEN, *HEATED, *TO_SHELF, LOOK],
       False,
-      "take potato from fridge 1, heat it with microwave 1, move it to sinkbasin 1, not to shelf 1.",
+      "take potato 2 from fridge 1, heat potato 2 with microwave 1, move potato 2 to sinkbasin 1, not to shelf 1.",
     ),
     (
       [*TAKEN, LOOK, LOOK],
       False,
-      "take potato from fridge 1, heat it with microwave 1, move it to sinkbasin 1, do not wander.",
+      "take potato 2 from fridge 1, heat potato 2 with microwave 1, move potato 2 to sinkbasin 1, do not wander.",
     ),
-    ([*FOUND, LOOK], False, "take potato from fridge 1 when you see it."),
+    ([*FOUND, LOOK], False, "take potato 2 from fridge 1 when you see it."),
     ([("go to shelf 1", "On shelf 1 you see nothing."), FOUND[0], LOOK], False, "potato is not in shelf 1."),
     ([("inventory", "You carry nothing."), ("inventory", "You carry nothing.")], False, "go and look for potato."),
   ],
