@@ -8,6 +8,7 @@ is corrupt and is named.
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from seed_jax.metrics import read_json, write_json
+from seed_jax.metrics import plain_value, read_json, write_json
 
 
 class CheckpointError(ValueError):
@@ -42,17 +43,16 @@ class Checkpoints:
     """Writes the arrays of `state` and the JSON values of `record`; returns when both are on disk."""
     self.directory.mkdir(parents=True, exist_ok=True)
     place = self.directory / str(step)
-    self._note(step).unlink(missing_ok=True)
-    if place.exists():
-      place.rmtree()
+    if jax.process_index() == 0:
+      self._note(step).unlink(missing_ok=True)
+      self._sweep(self.steps())  # what a killed process left, a half-written tree of this very step too
     with ocp.StandardCheckpointer() as writer:
       writer.save(place, state)
       writer.wait_until_finished()
     if jax.process_index() == 0:
-      write_json(self._note(step), {"record": record, "files": _sums(place)})
-      for old in self.steps()[: -self.keep]:
-        self._note(old).unlink()
-        (self.directory / str(old)).rmtree()
+      note = plain_value({"record": record, "files": _sums(place)})
+      write_json(self._note(step), note | {"sum": _sum(note)})
+      self._sweep(self.steps()[-self.keep :])
 
   def restore(self, target: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
     """(step, state, record) of a checkpoint, the newest by default, in the shapes and shardings of `target`; None where
@@ -86,20 +86,34 @@ class Checkpoints:
   def drop_after(self, step: int) -> None:
     """Removes checkpoints newer than `step`, when a run goes back to it."""
     for newer in [s for s in self.steps() if s > step]:
-      self._note(newer).unlink()
+      self._note(newer).unlink()  # first: without it the step counts as absent
       (self.directory / str(newer)).rmtree()
+
+  def _sweep(self, kept: list[int]) -> None:
+    """Removes what does not belong to the steps in `kept`; records go first, so that no step is ever half there."""
+    names = {str(step) for step in kept}
+    for item in sorted(self.directory.iterdir(), key=lambda item: item.suffix != ".json"):
+      if item.name not in names and (item.suffix != ".json" or item.stem not in names):
+        item.rmtree() if item.is_dir() else item.unlink()
 
   def _note(self, step):
     return self.directory / f"{step}.json"
 
   def _fault(self, step) -> str | None:
     try:
-      expected = read_json(self._note(step))["files"]
-    except (ValueError, KeyError, TypeError):
+      note = read_json(self._note(step))
+      if note.pop("sum") != _sum(note):
+        return "its record differs from its sum"
+      expected = note["files"]
+    except (ValueError, KeyError, TypeError, AttributeError):
       return "its record cannot be read"
     found = _sums(self.directory / str(step))
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     return f"{len(wrong)} of {len(expected)} files differ from their sums, first {wrong[0]}" if wrong else None
+
+
+def _sum(note: dict) -> str:
+  return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
 def _sums(place: epath.Path) -> dict[str, str]:

@@ -216,7 +216,13 @@ class Engine:
     """
     live = {r.slot for r in requests} | set(self._row_of)
     size = bucket(len(live), self.slot_buckets)
-    if self._slots is None or size > len(self._length) or size <= len(self._length) // 2:
+    # With no conversation alive the bucket's own size: results must not depend on what was played before.
+    if (
+      self._slots is None
+      or size > len(self._length)
+      or size <= len(self._length) // 2
+      or (not self._row_of and size != len(self._length))
+    ):
       self._resize(size)
     free = sorted(set(range(len(self._length))) - set(self._row_of.values()))
     for request in requests:

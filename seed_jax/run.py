@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import envs
 from envs.pool import Pool
 from envs.protocol import Task
-from seed_jax import decode, sharding, skills, text
+from seed_jax import decode, methods, sharding, skills, text
 from seed_jax.batching import RowShape
 from seed_jax.engine import Engine
 from seed_jax.metrics import read_json, write_json
@@ -25,7 +25,7 @@ from seed_jax.models import hf
 from seed_jax.models.config import ModelConfig
 from seed_jax.optimizer import OptimizerConfig
 from seed_jax.rollout import ANALYZE, Prompter, Setting, complete, task_number
-from seed_jax.trajectory import Trajectory
+from seed_jax.trajectory import MODES, Trajectory
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
@@ -49,21 +49,71 @@ class Run:
   # -- the work directory --
 
   def open(self) -> None:
-    """Creates the work directory, or checks that it belongs to this config. Raises ConfigError with the fields that
-    differ.
+    """Checks the config, then creates the work directory or checks that it belongs to this config.
+
+    Raises ConfigError: for a field that cannot be run, or with the fields that differ from those of the work directory.
     """
+    self.check()
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
-    if path.exists():
-      differences = _differences(ours, read_json(path))
-      if differences:
-        shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
-        raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
-    else:
+    differences = _differences(ours, read_json(path)) if path.exists() else []
+    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json"}:
+      shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
+      raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
+    if differences or not path.exists():  # where nothing was done yet, a corrected command may follow a wrong one
       self.workdir.mkdir(parents=True, exist_ok=True)
       write_json(path, ours)
-    if self.config.start:
+    if self.config.start and self.done(START_STAGES[-1]) is None:
       self._take_start(epath.Path(self.config.start))
+
+  def check(self) -> None:
+    """Raises ConfigError or ValueError, before anything is written, for what would fail only stages later."""
+    c = self.config
+    methods.get(c.method)
+    if c.model.path:
+      resolve_model(c.model.path)
+    if c.rollout.mode not in MODES:
+      raise ConfigError(f"config.rollout.mode={c.rollout.mode!r} is unknown; choose one of {', '.join(MODES)}")
+    if c.annotate.analyzer == "external" and "external" not in c.annotate:
+      raise ConfigError("config.annotate.analyzer='external' needs config.annotate.external (base_url, model, ...)")
+    for name in ("base", "sft", "train"):
+      if name in c and "optimizer" in c[name]:
+        optimizer_config(c[name].optimizer)
+
+  def plan(self, stages: Sequence[str]) -> list[str]:
+    """Those of `stages` that are not done yet; the report is always made anew.
+
+    Raises ConfigError where one needs a stage that is missing.
+    """
+    left, there = [], {stage for stage in STAGES if self.done(stage) is not None}
+    for stage in stages:
+      if stage in there and stage != "report":
+        continue
+      needed = self.needed(stage)
+      if needed and not there.intersection(needed):
+        raise ConfigError(
+          f"stage {stage} needs stage {needed[0]}, which is not done in {self.workdir}: run it first"
+          f" (--stages={needed[0]},{stage}, or all stages without --stages)"
+        )
+      left.append(stage)
+      there.add(stage)
+    return left
+
+  def needed(self, stage: str) -> tuple[str, ...]:
+    """The stages of which one must be done before `stage`."""
+    if stage == "train":
+      start = self.config.train.start_from or ("sft" if methods.get(self.config.method).needs_sft else "base")
+      return (start,)
+    return {"collect": ("base",), "annotate": ("collect",), "sft": ("annotate",), "evaluate": ("train", "sft")}.get(
+      stage, ()
+    )
+
+  def headline(self, config_path: str, stages: Sequence[str], left: Sequence[str]) -> str:
+    """What this command is about to do, in one line."""
+    devices = jax.devices()
+    steps = ", ".join(stage if stage in left else f"{stage} (done)" for stage in stages)
+    machine = f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}, jax {jax.__version__}"
+    return f"{config_path} ({self.config.method}) in {self.workdir}; {machine}; stages: {steps}"
 
   def done(self, stage: str) -> dict | None:
     """What the stage wrote when it was done, or None."""
@@ -83,8 +133,11 @@ class Run:
     return self.workdir / "policy" / name
 
   def resume_step(self, stage: str) -> int | None:
-    """The checkpoint that --resume_from asks for, in the stage that is under way; None means the newest."""
-    return self.resume_from
+    """The checkpoint that --resume_from asks for; None means the newest. Only the first stage that asks gets it: it
+    was under way, and those after it only begin.
+    """
+    step, self.resume_from = self.resume_from, None
+    return step
 
   # -- models --
 
@@ -111,6 +164,11 @@ class Run:
     )
 
   def save_policy(self, name: str, config: ModelConfig, params) -> None:
+    """Writes a policy's folder, whole or not at all; what killed processes left beside it goes."""
+    if jax.process_index() == 0 and "://" not in str(self.workdir) and (self.workdir / "policy").exists():
+      for item in (self.workdir / "policy").iterdir():
+        if item.name.startswith((f".{name}.new-", f".{name}.old-")):
+          item.rmtree()
     hf.save(str(self.policy_path(name)), config, params, tokenizer=self.tokenizer)
 
   # -- playing and analysing --

@@ -40,12 +40,13 @@ def fit(
     state = update.init_state(params, chain)
   checkpoints = Checkpoints(run.workdir / "checkpoints" / name, keep=run.config.checkpoint.keep)
   found = checkpoints.restore(state, run.resume_step(name))
-  curve, start = [], 0
+  curve, losses, start = [], [], 0
   if found:
     start, state, record = found
-    curve = record["curve"]
+    curve, losses = record["curve"], record["losses"]
+    checkpoints.drop_after(start)
     say(f"{name}: resumed at update {start} of {len(plan)}")
-  batches, loaded, losses = [], -1, []
+  batches, loaded = [], -1
   with progress(total=len(plan), initial=start, desc=name, unit="update", plain=run.plain) as bar:
     for step in range(start, len(plan)):
       epoch, number = plan[step]
@@ -60,13 +61,13 @@ def fit(
       bar.update(1, loss=float(metrics["loss"])) if step % 10 == 0 else bar.update(1)
       last = step + 1 == len(plan)
       if (step + 1) % section.log_every == 0 or last:
-        point = {"update": step + 1, "loss": float(np.mean(jax.device_get(losses)))}
+        point = {"update": step + 1, "loss": float(np.mean(np.asarray(jax.device_get(losses), np.float64)))}
         if last or plan[step + 1][0] != epoch:
           point["validation"] = evaluate_loss(run, model, state.params, validation, shapes)
         curve.append(point)
         losses = []
       if (step + 1) % section.save_every == 0 and not last:
-        checkpoints.save(step + 1, state, {"curve": curve})
+        checkpoints.save(step + 1, state, {"curve": curve, "losses": jax.device_get(losses)})
   return state.params, curve
 
 

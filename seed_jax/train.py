@@ -124,6 +124,7 @@ def run_train(run: Run) -> dict:
       # ---- 6. what happened
       log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
       log |= {"tokens_sampled": actor.tokens_sampled, "tokens_prefilled": actor.tokens_prefilled}
+      actor.tokens_sampled = actor.tokens_prefilled = 0
       writer.write(iteration + 1, log)  # counted from 1: the number of iterations done
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
