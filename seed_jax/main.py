@@ -22,8 +22,10 @@ import warnings
 from absl import flags, logging
 
 AGAIN = "the same command goes on from where it stopped"
+OPTIONS = ("config", "workdir", "stages", "list", "plain", "resume_from", "topology", "traceback")
 CACHES = ("JAX_COMPILATION_CACHE_DIR", "SEED_JAX_CACHE")
-OURS = tuple(str(pathlib.Path(__file__).resolve().parent.parent / name) + os.sep for name in ("seed_jax", "envs"))
+PACKAGES = ("seed_jax", "envs")
+FOLDERS = tuple(str(pathlib.Path(__file__).resolve().parent.parent / name) + os.sep for name in PACKAGES)
 
 
 class UsageError(ValueError):
@@ -40,7 +42,7 @@ def cli(argv: list[str]) -> int:
   try:
     values = parse(argv)
     if values.help:
-      print(__doc__ + "\n" + values.get_help())
+      print("\n".join([__doc__, *(f"--{name}: {values[name].help}" for name in OPTIONS)]))
     elif values.list:
       print(listing(values.workdir))
     else:
@@ -245,9 +247,11 @@ def near(name: str, known, first=()) -> str:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-  """Whether the innermost frame is ours: then the message was written for the user. A ValueError of numpy was not."""
+  """Whether the error type or the innermost frame is ours: then the message was written for the user."""
+  if type(error).__module__.partition(".")[0] in PACKAGES:
+    return True
   frames = list(traceback.walk_tb(error.__traceback__))
-  return bool(frames) and os.path.realpath(frames[-1][0].f_code.co_filename).startswith(OURS)
+  return bool(frames) and os.path.realpath(frames[-1][0].f_code.co_filename).startswith(FOLDERS)
 
 
 def _fields(config, prefix=""):

@@ -1,4 +1,4 @@
-"""The quickstart in miniature, for tests of whole runs: every stage, a policy that learns nothing, half a minute."""
+"""The quickstart in miniature, for tests of whole runs: every stage; the policy wins nothing but writes skills."""
 
 import pathlib
 import runpy
@@ -9,15 +9,15 @@ QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 def get_config(method: str = "seed"):
   c = runpy.run_path(str(QUICKSTART))["get_config"](method)
   c.model.shape.update(
-    dict(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
+    dict(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=128)
   )
   c.rollout.update(dict(slots=16, smallest_bucket=16, max_steps=4, max_response=6))
-  c.analysis.update(dict(slots=16, max_response=8))
+  c.analysis.update(dict(slots=16, max_response=40))
   c.checkpoint.update(dict(every=1, keep=2))
-  c.base.update(dict(episodes=60, vocabulary_episodes=60, log_every=3, save_every=4))
-  c.collect.update(dict(tasks=8, samples=2, tasks_per_part=4))
-  c.sft.update(dict(epochs=1, replay=1.0, check=4, batch_tokens=1_000, log_every=2, save_every=2))
+  c.base.update(dict(episodes=400, vocabulary_episodes=60, log_every=3, save_every=4))
+  c.collect.update(dict(tasks=8, samples=8, tasks_per_part=4))
+  c.sft.update(dict(epochs=15, replay=0.0, check=4, batch_tokens=1_500, log_every=4, save_every=6))
   c.train.update(dict(num_tasks=16, tasks_per_iteration=4, group_size=4, iterations=4))
-  c.train.loss.entropy_coef = 0.05  # nobody wins here: without it no gradient would move the policy
+  c.train.loss.entropy_coef = 0.05  # few win here: without it hardly a gradient would move the policy
   c.evaluate.update(dict(tasks=12, mechanism_tasks=4, mechanism_samples=1))
   return c
