@@ -1,4 +1,4 @@
-"""The optimizer as an optax chain: clip by global norm, AdamW or Muon with decay on matrices only, a schedule."""
+"""The optimizer as an optax chain: clip by global norm, AdamW or Muon with decoupled decay, a schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ RULES = ("adamw", "muon")
 class OptimizerConfig:
   """rule: `adamw` (arXiv:1711.05101), or `muon` (orthogonalised momentum for the matrices of the layers, AdamW at
   `adam_rate` times the learning rate for everything else): half the updates where a small policy is trained from
-  nothing. Learning rates are per update.
+  nothing. Learning rates are per update. `adamw` decays no norms and no biases; in `muon` the AdamW side is optax's,
+  with Nesterov momentum and decay of all that it moves.
   """
 
   rule: str = "adamw"
@@ -67,6 +68,7 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
     rule = optax.contrib.muon(
       rate,
       adam_learning_rate=lambda step: config.adam_rate * rate(step),
+      eps=config.eps,
       adam_b1=config.b1,
       adam_b2=config.b2,
       weight_decay=config.weight_decay,

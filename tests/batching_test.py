@@ -1,0 +1,196 @@
+"""Trajectories to samples to rows: advantages by hand, the pair's columns, and what fits."""
+
+import math
+
+import numpy as np
+import pytest
+
+from seed_jax import batching, sharding
+from seed_jax.batching import RowShape
+from seed_jax.trajectory import Trajectory, Turn
+
+
+def turn(prompt, response, *, valid=True, logprob=-0.5):
+  ids = np.asarray(response, np.int32)
+  logprobs = np.full(len(ids), logprob, np.float32)
+  return Turn("o", (), "p", np.asarray(prompt, np.int32), ids, logprobs, "r", "a", valid, 0.0)
+
+
+def trajectory(turns, *, group=0, member=0, reward=0.0, mode="transcript", error=""):
+  return Trajectory(
+    "id",
+    "pick",
+    "task",
+    mode,
+    group,
+    member,
+    turns,
+    won=reward > 0,
+    episode_return=reward,
+    truncated=False,
+    error=error,
+  )
+
+
+# One group: an episode of return 1 with a valid and an invalid turn, and one of return 0 with one turn.
+PAIR = [
+  trajectory([turn([1], [2]), turn([1], [2], valid=False)], reward=1.0),
+  trajectory([turn([1], [2])], member=1),
+]
+
+
+def test_scores_scale_the_return_and_punish_the_invalid_turn_alone():
+  first, second = batching.turn_scores(PAIR, reward_scale=10.0, invalid_penalty=1.0)
+  assert first.tolist() == [10.0, 9.0] and second.tolist() == [0.0]
+
+
+def test_advantages_over_all_turns_of_a_group():
+  # 10, 9, 0: mean 19/3, deviations 11/3, 8/3, -19/3, variance (121 + 64 + 361) / 9 / 2 = 91/3
+  first, second = batching.turn_advantages(PAIR, reward_scale=10.0, invalid_penalty=1.0, per_step=True)
+  deviation = math.sqrt(91 / 3)
+  np.testing.assert_allclose(first, [11 / 3 / deviation, 8 / 3 / deviation], rtol=1e-5)
+  np.testing.assert_allclose(second, [-19 / 3 / deviation], rtol=1e-5)
+
+
+def test_advantages_that_weigh_each_episode_once():
+  # the long episode's turns weigh 1/2 each: mean (9.5 + 0) / 2 = 4.75; variance (5.25^2 + 4.25^2) / 2 + 4.75^2 over 2 - 1
+  first, second = batching.turn_advantages(PAIR, reward_scale=10.0, invalid_penalty=1.0, per_step=False)
+  deviation = math.sqrt((5.25**2 + 4.25**2) / 2 + 4.75**2)
+  np.testing.assert_allclose(first, [5.25 / deviation, 4.25 / deviation], rtol=1e-5)
+  np.testing.assert_allclose(second, [-4.75 / deviation], rtol=1e-5)
+
+
+def test_advantages_without_division():
+  first, second = batching.turn_advantages(
+    PAIR, reward_scale=10.0, invalid_penalty=0.0, normalize="mean", per_step=False
+  )
+  np.testing.assert_allclose([*first, *second], [5.0, 5.0, -5.0], rtol=1e-6)
+
+
+def test_failed_episodes_are_left_out_and_groups_do_not_mix():
+  some = [
+    trajectory([turn([1], [2])], group=7, reward=1.0),
+    trajectory([turn([1], [2])], group=7),
+    trajectory([turn([1], [2])] * 3, group=7, reward=float("nan"), error="the environment died"),
+    trajectory([], group=7, error="it never started"),
+    trajectory([turn([1], [2])], group=2, reward=1.0),  # alone: no baseline
+  ]
+  out = batching.turn_advantages(some, per_step=True)
+  assert [len(a) for a in out] == [1, 1, 3, 0, 1]
+  root = math.sqrt(0.5)  # 10 and 0: deviations 5 and -5, standard deviation sqrt(50)
+  np.testing.assert_allclose(np.concatenate(out), [root, -root, 0, 0, 0, 0], rtol=1e-5)
+
+
+def test_a_methods_own_advantage_is_asked():
+  asked = {}
+
+  def advantage(returns, group_ids, **options):
+    asked.update(options, groups=np.asarray(group_ids))
+    return np.asarray(returns) + 100.0
+
+  out = batching.turn_advantages(PAIR, invalid_penalty=0.0, per_step=False, advantage=advantage)
+  np.testing.assert_array_equal(np.concatenate(out), [110.0, 110.0, 100.0])
+  assert asked["num_groups"] == 1 and asked["normalize"] == "mean_std"
+  np.testing.assert_array_equal(asked["weights"], [0.5, 0.5, 1.0, 0.0])  # filled to a power of two, without weight
+
+
+EPISODE = [turn([10, 11], [1, 2]), turn([12], [3]), turn([13, 14], [4, 5, 6])]
+SKILL = [10, 90, 91, 11]
+
+
+def test_a_transcript_is_one_sample_and_its_columns_predict_its_targets():
+  (sample,) = batching.episode_samples([trajectory(EPISODE)], [np.asarray([1.0, 2.0, 3.0])], lambda t, step: SKILL)
+  whole = [10, 11, 1, 2, 12, 3, 13, 14, 4, 5, 6]
+  assert sample.tokens.tolist() == whole[:-1]  # the last token predicts nothing
+  assert sample.index.tolist() == [1, 2, 4, 7, 8, 9]
+  assert sample.targets.tolist() == [1, 2, 3, 4, 5, 6] == [whole[i + 1] for i in sample.index]
+  assert sample.advantages.tolist() == [1, 1, 2, 3, 3, 3]
+  assert sample.logprobs.tolist() == [-0.5] * 6
+  assert sample.skill_tokens.tolist() == [*SKILL, *whole[2:-1]]
+  assert sample.skill_index.tolist() == [i + 2 for i in sample.index]  # two tokens of skill
+  assert sample.length == 12 and sample.tokens.dtype == sample.index.dtype == sample.targets.dtype == np.int32
+
+
+def test_window_mode_gives_a_sample_a_turn_each_with_its_own_skill_prompt():
+  prompts = {0: SKILL, 1: None, 2: [13, 92, 14]}
+  out = batching.episode_samples(
+    [trajectory(EPISODE, mode="window")], [np.asarray([1.0, 2.0, 3.0])], lambda t, step: prompts[step]
+  )
+  assert [s.tokens.tolist() for s in out] == [[10, 11, 1], [12], [13, 14, 4, 5]]
+  assert [s.index.tolist() for s in out] == [[1, 2], [0], [1, 2, 3]]
+  assert [s.targets.tolist() for s in out] == [[1, 2], [3], [4, 5, 6]]
+  assert [s.advantages.tolist() for s in out] == [[1, 1], [2], [3, 3, 3]]
+  assert out[0].skill_tokens.tolist() == [10, 90, 91, 11, 1] and out[0].skill_index.tolist() == [3, 4]
+  assert out[1].skill_tokens is None and out[1].skill_index is None
+  assert out[2].skill_tokens.tolist() == [13, 92, 14, 4, 5] and out[2].skill_index.tolist() == [2, 3, 4]
+
+
+def test_episodes_that_broke_off_or_never_began_give_no_sample():
+  some = [trajectory(EPISODE, error="died"), trajectory([]), trajectory(EPISODE[:1])]
+  out = batching.episode_samples(some, [np.zeros(3), np.zeros(0), np.zeros(1)], lambda t, step: None)
+  assert [s.tokens.tolist() for s in out] == [[10, 11, 1]]
+
+
+def test_text_sample_trains_the_response_alone():
+  sample = batching.text_sample([10, 11, 12], [1, 2])
+  assert sample.tokens.tolist() == [10, 11, 12, 1] and sample.index.tolist() == [2, 3]
+  assert sample.targets.tolist() == [1, 2] and sample.advantages.tolist() == [0, 0] and sample.skill_tokens is None
+
+
+def test_text_sample_without_a_prompt_trains_all_but_the_first_token():
+  sample = batching.text_sample([], [7, 8, 9])
+  assert sample.tokens.tolist() == [7, 8] and sample.index.tolist() == [0, 1] and sample.targets.tolist() == [8, 9]
+
+
+def sample(tokens, responses, skill=0):
+  made = batching.text_sample(range(1, tokens - responses + 2), range(50, 50 + responses))
+  if skill:
+    changed = batching.text_sample(range(1, skill - responses + 2), range(50, 50 + responses))
+    made = batching.dataclasses.replace(made, skill_tokens=changed.tokens, skill_index=changed.index)
+  return made
+
+
+def test_a_skill_context_is_given_up_before_its_sample_and_the_rest_is_counted():
+  shapes = (RowShape(10, 4, 1), RowShape(20, 4, 1))
+  some = [sample(8, 3, skill=20), sample(8, 3, skill=21), sample(21, 3), sample(8, 5)]
+  kept, dropped = batching.that_fit(some, shapes)
+  assert dropped == 2 and [s.length for s in kept] == [20, 8]
+  assert kept[0] is some[0] and kept[1].skill_tokens is None and kept[1].tokens is some[1].tokens
+
+
+def test_rows_on_the_device_read_back_as_the_samples():
+  some = [sample(6, 2, skill=8), sample(5, 3), sample(9, 1, skill=10), sample(4, 2)]
+  shape = RowShape(16, 6, 2)
+  (batch,) = batching.to_batches(some, [shape], sharding.make_mesh(), skills=True)
+  rows = batching.pack(some, [shape])[shape]
+  width = batch.targets.shape[-1]
+  for line, row in enumerate(rows):
+    m, b = divmod(line, shape.rows)
+    at = 0
+    for number, s in enumerate(row, start=1):
+      columns = slice(at, at + len(s.targets))
+      skill = s.tokens if s.skill_tokens is None else s.skill_tokens
+      for context, tokens in ((batch.ordinary, s.tokens), (batch.skill, skill)):
+        place = np.flatnonzero(np.asarray(context.segment_ids)[m, b] == number)
+        np.testing.assert_array_equal(np.asarray(context.tokens)[m, b, place], tokens)
+        np.testing.assert_array_equal(np.asarray(context.positions)[m, b, place], np.arange(len(tokens)))
+        index = np.asarray(context.index)[m, b, columns]
+        assert (np.asarray(context.segment_ids)[m, b, index] == number).all()
+        np.testing.assert_array_equal(np.asarray(context.tokens)[m, b, index[1:]], s.targets[:-1])
+      np.testing.assert_array_equal(np.asarray(batch.targets)[m, b, columns], s.targets)
+      assert (np.asarray(batch.skill_mask)[m, b, columns] == (s.skill_tokens is not None)).all()
+      at += len(s.targets)
+    assert np.asarray(batch.mask)[m, b].tolist() == [1.0] * at + [0.0] * (width - at)
+  assert float(batch.mask.sum()) == 8 and int(batch.count) == -(-len(rows) // 2)
+
+
+def test_skills_can_be_left_out_of_a_batch():
+  (batch,) = batching.to_batches([sample(6, 2, skill=8)], [RowShape(8, 4, 1)], sharding.make_mesh(), skills=False)
+  assert batch.skill is None
+
+
+@pytest.mark.parametrize("count, micro", [(1, 1), (2, 1), (3, 2), (5, 4), (9, 8)])
+def test_the_number_of_micro_batches_is_a_power_of_two_and_the_count_says_what_is_filled(count, micro):
+  (batch,) = batching.to_batches([sample(8, 2)] * count, [RowShape(8, 2, 2)], sharding.make_mesh(), skills=False)
+  assert batch.targets.shape == (micro, 2, 2) and int(batch.count) == -(-count // 2)
+  assert float(batch.mask[int(batch.count) :].sum()) == 0

@@ -1,0 +1,88 @@
+"""The helpers of the training stage: which tasks an iteration plays and what it reports."""
+
+import types
+
+import numpy as np
+import pytest
+
+from seed_jax import train
+from seed_jax.trajectory import Trajectory, Turn
+
+
+def test_an_epoch_plays_every_task_once_and_the_next_in_another_order():
+  tasks = list(range(12))
+  epoch = [train.iteration_tasks(tasks, i, 4, seed=3) for i in range(3)]
+  assert all(len(part) == 4 for part in epoch) and sorted(sum(epoch, [])) == tasks
+  second = [train.iteration_tasks(tasks, i, 4, seed=3) for i in range(3, 6)]
+  assert sorted(sum(second, [])) == tasks and second != epoch
+
+
+def test_tasks_that_fill_no_iteration_wait_for_another_epoch():
+  epoch = sum((train.iteration_tasks(list(range(11)), i, 4, seed=0) for i in range(2)), [])
+  assert len(set(epoch)) == 8
+  seen = {task for i in range(20) for task in train.iteration_tasks(list(range(11)), i, 4, seed=0)}
+  assert seen == set(range(11))
+
+
+def test_tasks_are_fixed_by_the_seed_and_the_iteration_alone():
+  tasks = list(range(50))
+  assert train.iteration_tasks(tasks, 7, 5, seed=1) == train.iteration_tasks(tasks, 7, 5, seed=1)
+  assert train.iteration_tasks(tasks, 7, 5, seed=1) != train.iteration_tasks(tasks, 7, 5, seed=2)
+
+
+def episode(group, won, valid=(True,), reward=None, error=""):
+  turns = [
+    Turn("o", (), "p", np.ones(3, np.int32), np.ones(i + 1, np.int32), np.zeros(i + 1, np.float32), "r", "a", ok, 0.0)
+    for i, ok in enumerate(valid)
+  ]
+  value = float(won) if reward is None else reward
+  return Trajectory("t", "pick", "x", "transcript", group, 0, turns, won, value, truncated=False, error=error)
+
+
+def test_episode_metrics_by_hand():
+  log = train.episode_metrics(
+    [
+      episode(0, True, (True, True)),
+      episode(0, False, (True, False, False)),
+      episode(1, True),
+      episode(1, True, reward=0.5),
+      episode(1, False, (False,) * 9, reward=-5.0, error="died"),  # no evidence: counted as an error, else nowhere
+    ]
+  )
+  assert log == pytest.approx(
+    {
+      "success": 3 / 4,
+      "return": (1 + 0 + 1 + 0.5) / 4,
+      "turns": 7 / 4,
+      "valid_actions": 5 / 7,
+      "response_tokens": (1 + 2 + 1 + 2 + 3 + 1 + 1) / 7,
+      "tied_groups": 1 / 2,
+      "errors": 1.0,
+    }
+  )
+
+
+def test_episode_metrics_of_nothing_are_zero():
+  log = train.episode_metrics([episode(0, False, error="died")])
+  assert log.pop("errors") == 1.0 and set(log.values()) == {0.0}
+
+
+def test_mismatch_counts_sampled_tokens_alone():
+  batch = types.SimpleNamespace(
+    sampler_logprobs=np.asarray([[-1.0, -2.0, 0.0]]),
+    old_logprobs=np.asarray([[-1.5, -2.25, -9.0]]),
+    mask=np.asarray([[1.0, 1.0, 0.0]]),
+  )
+  nothing = types.SimpleNamespace(
+    sampler_logprobs=np.zeros((1, 2)), old_logprobs=np.ones((1, 2)), mask=np.zeros((1, 2))
+  )
+  assert train.mismatch([batch, nothing]) == {"mismatch_mean": 0.375, "mismatch_max": 0.5}
+  assert train.mismatch([nothing]) == {"mismatch_mean": 0.0, "mismatch_max": 0.0}
+
+
+def test_mini_batches_share_out_every_sample_once():
+  parts = train._mini_batches(list(range(10)), 3, seed=5)
+  assert sorted(sum(parts, [])) == list(range(10)) and [len(p) for p in parts] == [4, 3, 3]
+  assert all(p == sorted(p) for p in parts) and parts == train._mini_batches(list(range(10)), 3, seed=5)
+  assert [len(p) for p in train._mini_batches([1, 2], 4, seed=5)] == [1, 1]
+  assert train._mini_batches([], 2, seed=5) == [[]]
