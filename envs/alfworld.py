@@ -144,6 +144,18 @@ class ALFWorldEnv(gymnasium.Env):
 
 
 @dataclasses.dataclass(frozen=True)
+class Demonstration:
+  """An episode by the planner; `shown` are the admissible actions before each action."""
+
+  task: Task
+  sentence: str
+  steps: list[tuple[str, str]]  # (observation, action)
+  shown: list[tuple[str, ...]]
+  won: bool
+  skill: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class ALFWorld:
   """The benchmark object (see `envs.protocol.Benchmark`).
 
@@ -249,8 +261,27 @@ class ALFWorld:
   def analyze(self, task: str, steps: Sequence[tuple[str, str, bool]], won: bool) -> dict[str, str] | None:
     return text.analyze(task, steps, won)
 
-  def demonstrations(self, count: int, seed: int) -> Iterator[Any]:
-    raise NotImplementedError("alfworld has no demonstrations: its base policy is a pretrained language model")
+  def response(self, action: str) -> str:
+    """What a policy writes to take this action (with `plain`; no thoughts are made up)."""
+    return text.response(action)
+
+  def demonstrations(self, count: int, seed: int) -> Iterator[Demonstration]:
+    """Episodes by the planner in generated training rooms, families in equal shares: a few of them teach a small model
+    to write actions at all. Only for `plain` prompts, where an action is the whole response; ValueError otherwise."""
+    if not self.plain:
+      raise ValueError("demonstrations of alfworld hold actions without thoughts: they need plain=True")
+    env = dataclasses.replace(self, max_steps=100).make(expert=True)
+    try:
+      for task in self.tasks("generated_train", count, seed):
+        observation, info = env.reset(options={"task": task.payload})
+        sentence, steps, shown, won = info["task"], [], [], False
+        for action in info["expert_plan"]:
+          steps.append((observation, action))
+          shown.append(info["admissible"])
+          observation, _, won, _, info = env.step(action)
+        yield Demonstration(task, sentence, steps, shown, won)
+    finally:
+      env.close()
 
 
 def data_folder(data: str | None = None) -> str:

@@ -58,6 +58,11 @@ def turn_prompt(observation: str, admissible: Sequence[str], *, plain: bool = Fa
   return f"{_line(observation)}\n{_actions(admissible, plain)}"
 
 
+def response(action: str) -> str:
+  """The whole response that takes an action under a plain prompt: what `parse` reads back."""
+  return f"<action>{action}</action>"
+
+
 def parse(response: str, *, plain: bool = False) -> tuple[str, bool]:
   """(action, valid format): the text of the first action tag, lower case, stripped.
 

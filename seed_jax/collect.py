@@ -17,7 +17,9 @@ def run_collect(run: Run) -> dict:
   c = run.config.collect
   started = time.monotonic()
   model, params = run.load_policy("base")
-  tasks = run.benchmark.tasks(c.split, c.tasks, process_seed(run.config.seed, "collect"))
+  seed = process_seed(run.config.seed, "collect")
+  tasks = run.benchmark.tasks(c.split, c.tasks, seed)
+  tasks += [task for split, count in c.get("also", ()) for task in run.benchmark.tasks(split, count, seed)]
   engine = run.actor(model, temperature=c.temperature, seed=process_seed(run.config.seed, "collect samples"))
   engine.set_params(params)
   done = []

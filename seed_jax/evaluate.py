@@ -40,16 +40,27 @@ def evaluate_policy(run: Run, name: str) -> dict:
   model, params = run.load_policy(name)
   engine = run.actor(model, temperature=e.temperature, seed=process_seed(run.config.seed, "evaluate samples"))
   engine.set_params(params)
-  episodes = [Episode(task, group, member) for group, task in enumerate(run.panel()) for member in range(e.samples)]
+  panel = run.panel()
+  also = [task for split, count in e.get("also", ()) for task in run.benchmark.tasks(split, count, e.seed)]
+  episodes = [Episode(task, group, member) for group, task in enumerate(panel + also) for member in range(e.samples)]
   with (
     run.pool(min(engine.num_slots, len(episodes))) as pool,
     progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
   ):
     trajectories = play(engine, pool, run.prompter, episodes, on_episode=lambda t: bar.update(1))
+  rest = [t for t in trajectories if t.group >= len(panel)]  # config.evaluate.also: told apart from the panel
+  trajectories = [t for t in trajectories if t.group < len(panel)]
   played = [t for t in trajectories if not t.error]
-  return summarize((t.task_id, t.family, t.won) for t in played) | {
-    "checkpoint": str(run.policy_path(name)),
-    "errors": len(trajectories) - len(played),
-    "turns": sum(t.length for t in played) / max(len(played), 1),
-    "temperature": e.temperature,
-  }
+  also = (
+    {"also": [{"task": t.task_id, "won": t.won, "turns": t.length, "error": t.error} for t in rest]} if rest else {}
+  )
+  return (
+    summarize((t.task_id, t.family, t.won) for t in played)
+    | also
+    | {
+      "checkpoint": str(run.policy_path(name)),
+      "errors": len(trajectories) - len(played),
+      "turns": sum(t.length for t in played) / max(len(played), 1),
+      "temperature": e.temperature,
+    }
+  )

@@ -60,13 +60,26 @@ def replay(run: Run, count: int) -> list[Sample]:
   """Fresh episodes of the starting policy's own corpus, mixed into Stage 1 so that a very small policy does not forget
   how to act.
 
-  A language model at the paper's learning rate needs none (config.sft.replay = 0): its acting survives a few hundred
-  small steps.
+  A language model that acts already needs none (config.sft.replay = 0): at the paper's learning rate its acting
+  survives a few hundred small steps. In window mode each step is a sample of its own.
   """
   if not count:
     return []
   demonstrations = run.benchmark.demonstrations(count, process_seed(run.config.seed, "sft replay"))
+  if run.config.rollout.mode == "window":
+    return [sample for d in demonstrations for sample in window_samples(run, d)]
   return [demonstration_sample(run, d, observations=False) for d in demonstrations]
+
+
+def window_samples(run: Run, demonstration) -> list[Sample]:
+  """The steps of a demonstration as they would be prompted for in window mode, each trained on its response alone."""
+  history, samples = run.config.rollout.history, []
+  for step, (observation, action) in enumerate(demonstration.steps):
+    past = demonstration.steps[max(step - history, 0) : step]
+    message = run.benchmark.window_prompt(demonstration.sentence, past, step, observation, demonstration.shown[step])
+    response = [*run.tokenizer.encode(run.benchmark.response(action)), run.tokenizer.eos_id]
+    samples.append(batching.text_sample(run.prompter.tokens(message, step), response))
+  return samples
 
 
 def skill_sample(run: Run, trajectory) -> Sample:

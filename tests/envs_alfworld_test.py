@@ -381,3 +381,10 @@ def test_gymnasium_makes_it():
   assert envs.benchmark("alfworld", plain=True).plain
   with pytest.raises(ValueError, match="max_steps 0"):
     ALFWorldEnv(max_steps=0)
+
+
+def test_demonstrations_win_by_listed_actions_one_family_after_another():
+  demos = list(ALFWorld(plain=True, max_steps=1).demonstrations(6, 3))
+  assert {d.task.family for d in demos} == set(ALFWorld.families)
+  assert all(d.won and d.sentence for d in demos)
+  assert all(action in shown for d in demos for (_, action), shown in zip(d.steps, d.shown, strict=True))

@@ -88,5 +88,10 @@ def test_analyze_idle_and_empty_episodes():
   steps = episode(*(("Nothing happens.", "fly") for _ in range(4)))
   assert "listed ones" in ALFWorld().analyze(TASK, steps, won=False)["episode_skill"]
   assert ALFWorld().analyze(TASK, [], won=False) is None
-  with pytest.raises(NotImplementedError):
-    ALFWorld().demonstrations(1, 0)
+
+
+def test_a_plain_response_reads_back_as_its_action_and_only_plain_prompts_have_demonstrations():
+  plain = ALFWorld(plain=True)
+  assert plain.parse(plain.response("move mug 1 to shelf 2")) == ("move mug 1 to shelf 2", True)
+  with pytest.raises(ValueError, match="plain=True"):
+    list(ALFWorld().demonstrations(1, 0))
