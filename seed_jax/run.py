@@ -23,7 +23,7 @@ from seed_jax.engine import Engine
 from seed_jax.metrics import read_json, write_json
 from seed_jax.models import hf
 from seed_jax.models.config import ModelConfig
-from seed_jax.optimizer import OptimizerConfig
+from seed_jax.optimizer import OptimizerConfig, make_optimizer
 from seed_jax.rollout import ANALYZE, Prompter, Setting, complete, task_number
 from seed_jax.trajectory import MODES, Trajectory
 
@@ -78,7 +78,7 @@ class Run:
       raise ConfigError("config.annotate.analyzer='external' needs config.annotate.external (base_url, model, ...)")
     for name in ("base", "sft", "train"):
       if name in c and "optimizer" in c[name]:
-        optimizer_config(c[name].optimizer)
+        make_optimizer(optimizer_config(c[name].optimizer), total_updates=1)
 
   def plan(self, stages: Sequence[str]) -> list[str]:
     """Those of `stages` that are not done yet; the report is always made anew.

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,19 +41,15 @@ from seed_jax import main
 sys.exit(main.cli(["main", *sys.argv[5:]]))
 """
 
-KILLS = {  # what the run is doing when it dies; the module and function whose n-th call it does not survive
+KILLS = {  # what the run is doing when it dies: the module and function whose n-th call it does not survive
   "a checkpoint of the starting policy was written": ("seed_jax.checkpoint", "Checkpoints.save", 2, "after"),
-  "the starting policy's weights were written": ("safetensors.numpy", "save_file", 1, "after"),
   "the starting policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
   "the first part of the episodes was written": ("seed_jax.collect", "save_trajectories", 1, "after"),
-  "annotations are written": ("seed_jax.annotate", "save_trajectories", 1, "before"),
   "supervised training, between two checkpoints": ("seed_jax.supervised", "batching.to_batches", 10, "before"),
-  "the SFT policy takes its place": ("seed_jax.models.hf", "_write_weights", 1, "after"),
+  "the files of the SFT policy are half written": ("seed_jax.models.hf", "_write_weights", 1, "after"),
   "training, right after a checkpoint": ("seed_jax.checkpoint", "Checkpoints.save", 2, "after"),
-  "a checkpoint of the training has its arrays, not its record": ("seed_jax.checkpoint", "_sums", 2, "before"),
-  "a row was written, its checkpoint was not": ("seed_jax.metrics", "Writer.write", 1, "after"),
+  "a row was written, and its checkpoint but for the record": ("seed_jax.checkpoint", "_sums", 2, "before"),
   "the final policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
-  "evaluation": ("seed_jax.evaluate", "play", 2, "before"),
 }
 
 
@@ -61,7 +58,7 @@ def command(workdir):
 
 
 def start(arguments, cache, program=("-m", "seed_jax.main")):
-  environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache), "SEED_JAX_TRACEBACK": "1"}
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache), "SEED_JAX_TRACEBACK": ""}
   return subprocess.run(
     [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
   )
@@ -76,18 +73,24 @@ def weights(workdir, name):
   return (workdir / "policy" / name / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_in_the_same_bits(tmp_path):
-  cache, whole, broken = tmp_path / "cache", tmp_path / "whole", tmp_path / "broken"
-  done = start(command(whole), cache)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """The work directory of a run that nobody disturbed, and the cache of compiled programs beside it."""
+  workdir = tmp_path_factory.mktemp("resume") / "whole"
+  done = start(command(workdir), workdir.parent / "cache")
   assert done.returncode == 0, done.stderr
+  return workdir
 
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole):
+  cache, broken = whole.parent / "cache", whole.parent / "broken"
   for what, kill in KILLS.items():
     died = start([*map(str, kill), *command(broken)], cache, ("-c", KILLER))
     assert died.returncode == -signal.SIGKILL, f"{what}: {died.returncode}\n{died.stderr}"
-    print(what, died.stderr.splitlines()[1:])
   ended = start(command(broken), cache)
   assert ended.returncode == 0, ended.stderr
+  assert "train: resumed at iteration 3 of 4" in ended.stderr  # the last death lost what came after that checkpoint
 
   for name in ("base", "sft", "final"):
     assert weights(broken, name) == weights(whole, name), name
@@ -95,8 +98,30 @@ def test_a_run_killed_again_and_again_ends_in_the_same_bits(tmp_path):
   assert [row["iteration"] for row in rows(whole)] == [1, 2, 3, 4]
   assert rows(broken) == rows(whole)
   assert any(row["opd_active_ratio"] > 0 for row in rows(whole))
-  for stage in ("base", "collect", "annotate", "sft", "train", "evaluate"):
+  for stage in ("base", "collect", "annotate", "sft", "train"):
     one, other = (json.loads((w / f"{stage}.json").read_text()) for w in (whole, broken))
-    assert {**one, "seconds": 0, "compilations": 0} == {**other, "seconds": 0, "compilations": 0} or stage == "evaluate", stage
-  assert sorted(p.name for p in (broken / "policy").iterdir()) == ["base", "final", "sft"]  # nothing half-made is left
+    assert {**one, "seconds": 0, "compilations": 0} == {**other, "seconds": 0, "compilations": 0}, stage
+  # nothing half-made is left
+  assert sorted(p.name for p in (broken / "policy").iterdir()) == ["base", "final", "sft"]
   assert sorted(p.name for p in (broken / "checkpoints" / "train").iterdir()) == ["2", "2.json", "3", "3.json"]
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_good_one_it_offers_works(whole):
+  cache, workdir = whole.parent / "cache", whole.parent / "damaged"
+  shutil.copytree(whole, workdir)
+  (workdir / "base.json").unlink()  # as if the stage had been killed near its end
+  largest = max(
+    (p for p in (workdir / "checkpoints/base/20").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+  )
+  data = bytearray(largest.read_bytes())
+  data[len(data) // 2] ^= 1
+  largest.write_bytes(data)
+  refused = start([*command(workdir), "--stages=base"], cache)
+  assert refused.returncode == 1
+  (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+  assert "checkpoint 20 in " in line and line.endswith("the last good one is 16: add --resume_from=16")
+  assert "Traceback" not in refused.stderr
+  went_on = start([*command(workdir), "--stages=base", "--resume_from=16"], cache)
+  assert went_on.returncode == 0 and "base: resumed at update 16 of 21" in went_on.stderr, went_on.stderr
+  assert weights(workdir, "base") == weights(whole, "base")
