@@ -53,7 +53,7 @@ def test_advantages_over_all_turns_of_a_group():
 
 
 def test_advantages_that_weigh_each_episode_once():
-  # the long episode's turns weigh 1/2 each: mean (9.5 + 0) / 2 = 4.75; variance (5.25^2 + 4.25^2) / 2 + 4.75^2 over 2 - 1
+  # the long episode's turns weigh 1/2 each: mean (9.5 + 0) / 2 = 4.75, variance ((5.25^2 + 4.25^2) / 2 + 4.75^2) / 1
   first, second = batching.turn_advantages(PAIR, reward_scale=10.0, invalid_penalty=1.0, per_step=False)
   deviation = math.sqrt((5.25**2 + 4.25**2) / 2 + 4.75**2)
   np.testing.assert_allclose(first, [5.25 / deviation, 4.25 / deviation], rtol=1e-5)
