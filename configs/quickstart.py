@@ -71,14 +71,14 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.collect = ConfigDict(dict(split="train", tasks=180, samples=8, tasks_per_part=60, temperature=0.4))
   c.annotate = ConfigDict(dict(analyzer="scripted"))
   c.sft = ConfigDict(
-    dict(epochs=2, replay=1.0, validation=0.1, check=128, batch_tokens=2_500, row_lengths=(384,), micro_tokens=1_536)
+    dict(epochs=3, replay=1.0, validation=0.1, check=128, batch_tokens=2_500, row_lengths=(384,), micro_tokens=1_536)
   )
   c.sft.update(
-    dict(response_fraction=1.0, log_every=50, save_every=100, optimizer=optimizer(rule="muon", learning_rate=3e-3))
+    dict(response_fraction=1.0, log_every=50, save_every=100, optimizer=optimizer(rule="muon", learning_rate=1e-2))
   )
 
   c.train = ConfigDict(
-    dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=80, minibatches=2)
+    dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=100, minibatches=2)
   )
   c.train.update(
     dict(
