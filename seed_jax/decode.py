@@ -107,6 +107,7 @@ def generate(
   bool. A slot that is full stops too.
   """
   S = logits.shape[0]
+  params = decoder.unstack(params, config)
 
   def sample(logits, step, done, length, tokens, logprobs, count):
     token_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, offset + step)

@@ -81,7 +81,11 @@ def forward(
     mask = attention.packed_mask(positions, segment_ids)
   else:
     mask = attention.cache_mask(positions, cache[0].k.shape[2])
-  specs = jax.tree.map(lambda s: P(*s[1:]), sharding.param_specs(params)["layers"], is_leaf=lambda s: isinstance(s, P))
+  layers = params["layers"]
+  names = layers[0] if isinstance(layers, tuple) else layers
+  specs = jax.tree.map(
+    lambda s: P(*s[1:]), sharding.param_specs({"layers": names})["layers"], is_leaf=lambda s: isinstance(s, P)
+  )
 
   def layer(x, weights, layer_cache):
     weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
@@ -102,20 +106,29 @@ def forward(
 
   if config.scan_layers:
     stacked = None if cache is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache)
-    x, new = jax.lax.scan(lambda x, xs: layer(x, *xs), x, (params["layers"], stacked))
+    x, new = jax.lax.scan(lambda x, xs: layer(x, *xs), x, (layers, stacked))
     caches = (
       None if cache is None else tuple(jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(config.num_layers))
     )
   else:
     caches = []
-    for i in range(config.num_layers):
-      x, layer_cache = layer(
-        x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), None if cache is None else cache[i]
-      )
+    for i, weights in enumerate(unstack(params, config)["layers"]):
+      x, layer_cache = layer(x, weights, None if cache is None else cache[i])
       caches.append(layer_cache)
     caches = tuple(caches)
   x = ops.rms_norm(x, params["final_norm"], config.rms_norm_eps)
   return x if cache is None else (x, caches)
+
+
+def unstack(params: dict, config: ModelConfig) -> dict:
+  """The parameters with `layers` as a tuple of L trees, for `forward` without `scan_layers`.
+
+  A slice of a stacked array that is taken inside a loop is copied at every step; a decode loop takes them before.
+  """
+  layers = params["layers"]
+  if config.scan_layers or isinstance(layers, tuple):
+    return params
+  return params | {"layers": tuple(jax.tree.map(lambda w, i=i: w[i], layers) for i in range(config.num_layers))}
 
 
 def head(params: dict) -> jax.Array:
