@@ -78,7 +78,7 @@ def get_config(method: str = "seed") -> ConfigDict:
   )
 
   c.train = ConfigDict(
-    dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=60, minibatches=2)
+    dict(split="train", num_tasks=2_400, tasks_per_iteration=8, group_size=8, iterations=100, minibatches=2)
   )
   c.train.update(
     dict(
