@@ -18,6 +18,7 @@ def get_config(method: str = "seed"):
   c.collect.update(dict(tasks=8, samples=8, tasks_per_part=4))
   c.sft.update(dict(epochs=15, replay=0.0, check=4, batch_tokens=1_500, log_every=4, save_every=6))
   c.train.update(dict(num_tasks=16, tasks_per_iteration=4, group_size=4, iterations=4))
+  c.base.optimizer.learning_rate, c.sft.optimizer.learning_rate = 1e-2, 3e-3  # not what the quickstart is tuned to
   c.train.loss.entropy_coef = 0.05  # few win here: without it hardly a gradient would move the policy
   c.evaluate.update(dict(tasks=12, mechanism_tasks=4, mechanism_samples=1))
   return c
