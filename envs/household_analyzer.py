@@ -142,7 +142,8 @@ def _success(goal: Goal, reader: Reader, last: str) -> tuple[str, str]:
     return f"{goal.item} was in {', '.join(dict.fromkeys(sources))}.", f"{skill}."
   thing = delivered[0]
   source = reader.origin.get(thing, final)
-  return f"{goal.item} was in {source}.", f"take {thing} from {source}, {_treat(goal, reader, thing)}move {thing} to {final}."
+  advice = f"take {thing} from {source}, {_treat(goal, reader, thing)}move {thing} to {final}."
+  return f"{goal.item} was in {source}.", advice
 
 
 def _failure(goal: Goal, reader: Reader) -> tuple[str, str]:

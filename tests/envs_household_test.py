@@ -383,7 +383,11 @@ LOOK = ("look", "On shelf 1 you see nothing.")
 @pytest.mark.parametrize(
   "pairs, won, skill",
   [
-    ([*TAKEN, *HEATED, *TO_SINK], True, "take potato 2 from fridge 1, heat potato 2 with microwave 1, move potato 2 to sinkbasin 1."),
+    (
+      [*TAKEN, *HEATED, *TO_SINK],
+      True,
+      "take potato 2 from fridge 1, heat potato 2 with microwave 1, move potato 2 to sinkbasin 1.",
+    ),
     (
       [*TAKEN, *TO_SINK, LOOK],
       False,
