@@ -60,6 +60,7 @@ def run_train(run: Run) -> dict:
   analyst = run.analyst(model) if method.needs_skills else None
   shapes = run.row_shapes(c)
   timer, compiles = Timer(), CompileCounter()
+  trajectories = []
 
   with (
     run.pool(min(actor.num_slots, c.tasks_per_iteration * c.group_size)) as pool,
