@@ -57,16 +57,16 @@ def init_slots(config: ModelConfig, num_slots: int, capacity: int) -> Slots:
   rows = sharding.num_row_shards(mesh)
   if num_slots % rows:
     raise ValueError(f"{num_slots} slots do not divide over {rows} row shards of the mesh")
+  return _empty_slots(config, num_slots, capacity)
+
+
+@jax.jit(static_argnums=(0, 1, 2))
+def _empty_slots(config, num_slots, capacity):
   shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
   spec = P(sharding.ROWS[0], "tp", None, None)
-
-  @jax.jit
-  def make():
-    empty = lambda: jnp.zeros(shape, config.dtype, out_sharding=spec)  # noqa: E731
-    layers = tuple(attention.LayerCache(empty(), empty()) for _ in range(config.num_layers))
-    return Slots(layers, jnp.zeros((num_slots,), jnp.int32, out_sharding=sharding.ROWS))
-
-  return make()
+  empty = lambda: jnp.zeros(shape, config.dtype, out_sharding=spec)  # noqa: E731
+  layers = tuple(attention.LayerCache(empty(), empty()) for _ in range(config.num_layers))
+  return Slots(layers, jnp.zeros((num_slots,), jnp.int32, out_sharding=sharding.ROWS))
 
 
 @jax.jit(static_argnames="config", donate_argnames="slots")

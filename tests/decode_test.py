@@ -6,6 +6,7 @@ import pytest
 
 from seed_jax import decode, score, sharding
 from seed_jax.engine import Engine, Request, bucket, powers_of_two
+from seed_jax.metrics import CompileCounter
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
 from seed_jax.score import Context
@@ -185,10 +186,11 @@ def test_buckets():
     bucket(65, (16, 64))
 
 
-def test_shapes_do_not_recompile_within_a_bucket(params):
-  made = engine(params, num_slots=4)
+def test_nothing_compiles_again_for_new_lengths_or_new_parameters(params):
+  made = engine(params, num_slots=4, smallest=4)
   made.turn([Request(i, p, (i,)) for i, p in enumerate(prompts(4, seed=10))])
-  before = decode.extend._cache_size(), decode.generate._cache_size()
-  for seed in range(11, 14):
-    made.turn([Request(i, p, (i,)) for i, p in enumerate(prompts(4, seed=seed))])
-  assert (decode.extend._cache_size(), decode.generate._cache_size()) == before
+  with CompileCounter() as compiled:
+    for seed in range(11, 14):
+      made.set_params(made.params)
+      made.turn([Request(i, p, (i,)) for i, p in enumerate(prompts(4, seed=seed))])
+    assert compiled.take() == 0, compiled.names
