@@ -1,4 +1,4 @@
-"""The quickstart: SEED end to end on a laptop CPU, no download, in under 15 minutes with its own installation.
+"""The quickstart: SEED end to end on a laptop CPU, no download, about ten minutes on two free cores.
 
 A decoder of 0.6 M parameters plays `seed/Household-v0`, an ALFWorld-like text game of generated rooms. The stages: a
 starting policy (a stand-in for a pre-trained language model), episodes by it, skills for them by a scripted analyzer,
