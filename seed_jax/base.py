@@ -20,7 +20,6 @@ from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
 from seed_jax.run import Run, process_seed
 from seed_jax.supervised import fit
-from seed_jax.trajectory import Trajectory
 
 JSON_PIECES = ('{"episode_summary": "', '", "episode_skill": "', '"}')  # the fixed parts of an analysis
 BLOCK_PIECES = ("[", "]")  # around a skill in a prompt
@@ -53,7 +52,7 @@ def run_base(run: Run) -> dict:
       byte_fallback=False,
     )
   tokenizer = text.load_tokenizer(str(folder))
-  run.__dict__["tokenizer"] = tokenizer  # the policy's own, before the policy exists
+  run.tokenizer = tokenizer  # the policy's own, before the policy exists
 
   m = run.config.model.shape
   model = run.runtime(
@@ -87,23 +86,9 @@ def run_base(run: Run) -> dict:
 def demonstration_sample(run: Run, demonstration, observations: bool) -> Sample:
   """An episode as one sequence laid out as in transcript mode; trained on every token (or on the actions only)."""
   tokens, wanted = [], []
-  empty = Trajectory(
-    demonstration.task.id,
-    demonstration.task.family,
-    "",
-    "transcript",
-    0,
-    0,
-    [],
-    won=False,
-    episode_return=0.0,
-    truncated=False,
-  )
   for step, (observation, action) in enumerate(demonstration.steps):
     message = (
-      run.benchmark.first_prompt(empty.task, observation, ())
-      if step == 0
-      else run.benchmark.turn_prompt(observation, ())
+      run.benchmark.first_prompt("", observation, ()) if step == 0 else run.benchmark.turn_prompt(observation, ())
     )
     prompt = run.prompter.tokens(message, step, demonstration.skill)
     response = [*run.tokenizer.encode(action), run.tokenizer.eos_id]

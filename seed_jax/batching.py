@@ -52,6 +52,10 @@ class RowShape:
   responses: int
   rows: int
 
+  def holds(self, sample: Sample) -> bool:
+    """Whether an empty row has room for the sample."""
+    return sample.length <= self.length and len(sample.targets) <= self.responses
+
 
 def turn_scores(trajectories: Sequence[Trajectory], *, reward_scale: float, invalid_penalty: float) -> list[np.ndarray]:
   """Score of every turn: the scaled episode return, minus the penalty at a turn with an invalid action (there only;
@@ -149,11 +153,7 @@ def that_fit(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> tuple[lis
   kept = []
   for sample in samples:
     alone = dataclasses.replace(sample, skill_tokens=None, skill_index=None)
-    kept += [
-      s
-      for s in (sample, alone)
-      if any(s.length <= shape.length and len(s.targets) <= shape.responses for shape in shapes)
-    ][:1]
+    kept += [s for s in (sample, alone) if any(shape.holds(s) for shape in shapes)][:1]
   return kept, len(samples) - len(kept)
 
 
@@ -168,7 +168,7 @@ def pack(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape
   room: dict[RowShape, list[list[int]]] = {}
   for sample in sorted(samples, key=lambda s: -s.length):
     need = (sample.length, len(sample.targets))
-    shape = next((s for s in shapes if need[0] <= s.length and need[1] <= s.responses), None)
+    shape = next((s for s in shapes if s.holds(sample)), None)
     if shape is None:
       raise ValueError(
         f"a sample of {need[0]} tokens ({need[1]} sampled) fits no row of "

@@ -188,13 +188,13 @@ class Run:
       self.benchmark, num_envs, min(r.workers, num_envs), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout
     )
 
-  def actor(self, model: ModelConfig, *, temperature: float, seed: int, slots: int | None = None) -> Engine:
+  def actor(self, model: ModelConfig, *, temperature: float, seed: int) -> Engine:
     """An engine that acts: one turn is a response of at most config.rollout.max_response tokens."""
     r = self.config.rollout
     return Engine(
       model,
       self.mesh,
-      num_slots=slots or r.slots,
+      num_slots=r.slots,
       capacity=r.capacity,
       max_new=r.max_response,
       sampling=decode.Sampling(temperature, r.top_k, r.top_p),

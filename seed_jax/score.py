@@ -30,8 +30,8 @@ class Context:
   index: jax.Array  # [M, B, R] int32
 
 
-def interleave(ordinary: Context, skill: Context) -> Context:
-  """Two contexts of B rows as one of 2B: ordinary at 2i, skill at 2i + 1 (one micro-batch: arrays [B, ...])."""
+def interleave(ordinary, skill):
+  """Two equal trees of arrays [B, ...] as one of [2B, ...]: ordinary at 2i, skill at 2i + 1 (one micro-batch)."""
 
   def pair(a, b):
     both = jnp.stack([a, b], axis=1)
@@ -76,8 +76,7 @@ def score_pair(
 
   def one(i):
     rows = interleave(_at(ordinary, i), _at(skill, i))
-    target = _at(targets, i)
-    both = interleave_targets(target)
+    both = interleave(_at(targets, i), _at(targets, i))  # the same action ids in both rows
     return jnp.stack(split_pair(response_logprobs(params, rows, both, config, temperature=temperature)[0]))
 
   with jax.named_scope("score_pair"):
@@ -96,14 +95,6 @@ def score(
 
   with jax.named_scope("score"):
     return _over_micro_batches(one, count, targets.shape[1:], targets.shape[0])
-
-
-def interleave_targets(targets: jax.Array) -> jax.Array:
-  """Targets [B, R] of a pair: the same action ids in both rows, [2B, R]."""
-  both = jnp.stack([targets, targets], axis=1)
-  return jax.lax.reshape(
-    both, (2 * targets.shape[0], targets.shape[1]), out_sharding=jax.sharding.PartitionSpec(ROWS, None)
-  )
 
 
 def _at(tree, i):

@@ -31,9 +31,8 @@ def fit(
   The order of an epoch is drawn from (seed, name, epoch). Returns the parameters and the curve of losses.
   """
   shapes = run.row_shapes(section)
-  plan = [
-    (epoch, number) for epoch in range(section.epochs) for number in range(_num_batches(samples, section.batch_tokens))
-  ]
+  num_batches = len(_split(samples, range(len(samples)), section.batch_tokens))
+  plan = [(epoch, number) for epoch in range(section.epochs) for number in range(num_batches)]
   chain = optimizer.make_optimizer(optimizer_config(section.optimizer), len(plan))
   step_fn = update.make_update(model, update.sft_loss, chain)
   with jax.set_mesh(run.mesh):
@@ -80,10 +79,6 @@ def evaluate_loss(run: Run, model: ModelConfig, params, samples: Sequence[Sample
       mask = np.asarray(batch.mask)
       total, count = total - float((logprobs * mask).sum()), count + float(mask.sum())
   return total / max(count, 1.0)
-
-
-def _num_batches(samples, batch_tokens) -> int:
-  return len(_split(samples, range(len(samples)), batch_tokens))
 
 
 def _shuffled(samples, batch_tokens, seed) -> list[list[Sample]]:

@@ -186,9 +186,7 @@ def rescored(batch, params, model, loss: LossConfig):
   """The paper's notation, rescore="minibatch": the skill branch by the current parameters; the old branch stays the
   sampler's.
   """
-  _, skill = score.score_pair(
-    params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature
-  )
+  skill = score.score(params, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature)
   return batch.replace(skill_logprobs=skill)
 
 
