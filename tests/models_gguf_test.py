@@ -5,21 +5,15 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from model_cases import random_params
 from safetensors.numpy import load_file
 
-from seed_jax.models import decoder, gguf_file, hf, hf_names
+from seed_jax.models import gguf_file, hf, hf_names
 from seed_jax.models.config import ModelConfig
 
 TIED = ModelConfig("LlamaForCausalLM", 37, 24, 2, 4, 2, 6, 20, rope_theta=500.0, rms_norm_eps=1e-5, eos_id=3)
 QWEN2 = dataclasses.replace(TIED, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=False)
 QWEN3 = dataclasses.replace(TIED, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=8)
-
-
-def random_params(config, seed=0):
-  """The decoder's own tree, every leaf random (its initial norms and biases would hide a swap)."""
-  rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0))
-  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 
 
 def write_gguf(path, config, params, *, arch=None, quantise=False, change=None):

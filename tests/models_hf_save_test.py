@@ -10,18 +10,12 @@ import sys
 import jax
 import numpy as np
 import pytest
+from model_cases import random_params
 
-from seed_jax.models import decoder, hf
+from seed_jax.models import hf
 from seed_jax.models.config import ModelConfig
 
 TIED = ModelConfig("LlamaForCausalLM", 37, 24, 2, 4, 2, 6, 20, rope_theta=500.0, rms_norm_eps=1e-5, eos_id=3)
-
-
-def random_params(config, seed=0):
-  """The decoder's own tree, every leaf random (its initial norms and biases would hide a swap)."""
-  rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0))
-  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 
 
 @pytest.fixture
