@@ -107,7 +107,7 @@ def test_an_epoch_uses_every_sample_once_in_batches_of_one_size():
   some = samples(30)
   parts = supervised._shuffled(some, 60, seed=4)
   assert sorted(id(s) for part in parts for s in part) == sorted(map(id, some))
-  assert len({len(part) for part in parts[:-1]}) == 1 and len(parts) == supervised._num_batches(some, 60)
+  assert len({len(part) for part in parts[:-1]}) == 1 and len(parts) == len(supervised._split(some, range(30), 60))
   order = [id(s) for part in parts for s in part]
   assert order != [id(s) for part in supervised._shuffled(some, 60, seed=5) for s in part]
   assert [len(p) for p in supervised._shuffled(some[:3], 1, seed=4)] == [1, 1, 1]  # never an empty batch
