@@ -30,6 +30,8 @@ class Checkpoints:
     if keep < 1:
       raise ValueError(f"keep={keep} must be at least 1")
     self.directory, self.keep = epath.Path(directory), keep
+    if "://" not in str(directory):
+      self.directory = self.directory.absolute()  # orbax refuses a relative path
 
   def steps(self) -> list[int]:
     """Complete checkpoints, oldest first."""

@@ -147,3 +147,10 @@ def test_same_compares_bits():
   assert same({"x": jnp.array([jnp.nan])}, {"x": jnp.array([jnp.nan])})
   assert not same({"x": jnp.array([1.0])}, {"x": jnp.array([1.0000001])})
   assert not same([jnp.zeros(2)], [jnp.zeros(2), jnp.zeros(2)])
+
+
+def test_a_relative_work_directory_is_taken_from_where_the_program_stands(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  checkpoints = Checkpoints("runs/here")
+  checkpoints.save(1, state(), {})
+  assert checkpoints.restore(state())[0] == 1 and (tmp_path / "runs" / "here" / "1.json").exists()
