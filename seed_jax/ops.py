@@ -108,20 +108,22 @@ def truncate_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
 
 
 def sample_tokens(
-  logits: jax.Array, keys: jax.Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+  logits: jax.Array, keys: jax.Array, *, temperature: float | jax.Array = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-  """One token per row and its log-probability: logits [S, V], keys [S] (one per request) -> tokens [S] int32, logprobs
-  [S] float32.
+  """One token per row and its log-probability: logits [S, V], keys [S] (one per request), temperature a number or [S]
+  -> tokens [S] int32, logprobs [S] float32.
 
-  temperature 0 is greedy. The log-probability is `logprob_and_entropy` at the same temperature over the full
+  A row at temperature 0 is greedy. The log-probability is `logprob_and_entropy` at the same temperature over the full
   vocabulary.
   """
   # choosing needs whole rows: [S, V] is small next to the cache that the step reads
   logits = jax.sharding.reshard(logits.astype(jnp.float32), jax.sharding.PartitionSpec(ROWS[0], None))
-  if temperature == 0:
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  else:
-    choice = truncate_logits(logits / temperature, top_k, top_p)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, choice.shape[-1:]))(keys)
-    tokens = jnp.argmax(choice + noise, axis=-1).astype(jnp.int32)
-  return tokens, logprob_and_entropy(logits, tokens, temperature)[0]
+  temperature = jnp.asarray(temperature, jnp.float32)
+  if temperature.ndim == 0:
+    temperature = jnp.full_like(logits[:, 0], temperature)
+  greedy = (temperature == 0)[:, None]
+  logits = logits / jnp.where(greedy, 1.0, temperature[:, None])
+  noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
+  choice = truncate_logits(logits, top_k, top_p) + jnp.where(greedy, 0.0, noise)
+  tokens = jnp.argmax(choice, axis=-1).astype(jnp.int32)
+  return tokens, logprob_and_entropy(logits, tokens)[0]
