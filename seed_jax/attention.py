@@ -18,8 +18,8 @@ MASKED = -1e30  # finite, so that a row without any visible key gives a uniform 
 
 
 class LayerCache(NamedTuple):
-  """Keys and values of one layer, [B, K, S, H]: heads before positions, so that decode reads a head's positions in one
-  piece.
+  """Keys and values of one layer, [B, K, S, H], or of all layers, [L, B, K, S, H]: heads before positions, so that
+  decode reads a head's positions in one piece.
   """
 
   k: jax.Array
@@ -61,20 +61,35 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   return jax.lax.reshape(out, (B, T, N, H), out_sharding=P(rows, None, "tp", None))
 
 
-def append(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> LayerCache:
-  """Writes k and v [B, T, K, H] at each slot's positions [B, T]; a position at or above the capacity is dropped."""
+def append(
+  cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array, layer: jax.Array | None = None
+) -> LayerCache:
+  """Writes k and v [B, T, K, H] at each slot's positions [B, T]; a position at or above the capacity is dropped.
 
-  def write(row, new, at):  # [K, S, H], [T, K, H], [T]
+  `layer` (an index) says where in a cache of all layers [L, B, K, S, H]; None is a cache of one layer.
+  """
+
+  def write_one(row, new, at):  # [K, S, H], [T, K, H], [T]
     return row.at[:, at].set(new.swapaxes(0, 1).astype(row.dtype), mode="drop")
 
-  return LayerCache(_rowwise(write)(cache.k, k, positions), _rowwise(write)(cache.v, v, positions))
+  def write_in_stack(row, new, at, layer):  # [L, K, S, H]; the indices around the slice put T first
+    return row.at[layer, :, at].set(new.astype(row.dtype), mode="drop")
+
+  # Rows never talk to each other: the indexing is left to the compiler's own partitioner.
+  if layer is None:
+    batched, extra = jax.vmap(write_one), ()
+  else:
+    batched, extra = jax.vmap(write_in_stack, in_axes=(1, 0, 0, None), out_axes=1), (layer,)
+
+  def write(leaf, new):
+    spec = jax.typeof(leaf).sharding.spec
+    return jax.sharding.auto_axes(batched, out_sharding=spec)(leaf, new, positions, *extra)
+
+  return LayerCache(write(cache.k, k), write(cache.v, v))
 
 
-def _rowwise(function):
-  """vmap over rows, with the indexing left to the compiler's own partitioner: rows never talk to each other."""
-  batched = jax.vmap(function)
-
-  def call(row, new, at):
-    return jax.sharding.auto_axes(batched, out_sharding=jax.typeof(row).sharding.spec)(row, new, at)
-
-  return call
+def layer_of(cache: LayerCache, layer: jax.Array | None) -> LayerCache:
+  """One layer of a cache of all layers; with layer None the cache is one layer's already."""
+  if layer is None:
+    return cache
+  return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, axis=0, keepdims=False), cache)

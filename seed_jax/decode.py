@@ -34,12 +34,12 @@ class Sampling:
 class Slots:
   """The state of S conversations on the device: fixed shapes, donated from call to call."""
 
-  layers: tuple[attention.LayerCache, ...]  # L x ([S, K, C, H], [S, K, C, H])
+  layers: attention.LayerCache | tuple[attention.LayerCache, ...]  # see decoder.init_cache
   length: jax.Array  # [S] int32, tokens in the cache
 
   @property
   def capacity(self) -> int:
-    return self.layers[0].k.shape[2]
+    return decoder.cache_capacity(self.layers)
 
 
 @flax.struct.dataclass
@@ -62,10 +62,7 @@ def init_slots(config: ModelConfig, num_slots: int, capacity: int) -> Slots:
 
 @jax.jit(static_argnums=(0, 1, 2))
 def _empty_slots(config, num_slots, capacity):
-  shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
-  spec = P(sharding.ROWS[0], "tp", None, None)
-  empty = lambda: jnp.zeros(shape, config.dtype, out_sharding=spec)  # noqa: E731
-  layers = tuple(attention.LayerCache(empty(), empty()) for _ in range(config.num_layers))
+  layers = decoder.init_cache(config, num_slots, capacity)
   return Slots(layers, jnp.zeros((num_slots,), jnp.int32, out_sharding=sharding.ROWS))
 
 
@@ -147,7 +144,11 @@ def generate(
 @jax.jit
 def take_slots(slots: Slots, index: jax.Array) -> Slots:
   """The slots at index [S'] as a smaller (or reordered) set, for when most conversations have ended."""
-  pick = lambda x: x.at[index].get(out_sharding=jax.typeof(x).sharding.spec)  # noqa: E731
+
+  def pick(x):
+    at = (slice(None), index) if x.ndim == 5 else (index,)  # a cache of all layers has them first
+    return x.at[at].get(out_sharding=jax.typeof(x).sharding.spec)
+
   return jax.tree.map(pick, slots)
 
 

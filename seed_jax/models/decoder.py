@@ -69,9 +69,8 @@ def forward(
   """Final hidden states of tokens [B, T] at positions [B, T].
 
   Without a cache: rows of packed samples, segment_ids [B, T] (0 is padding) -> [B, T, D].
-  With a cache (a tuple of L `attention.LayerCache`): tokens continue the slots, position p is stored at index p;
-  positions at or above the
-  capacity mark padding -> ([B, T, D], new cache).
+  With a cache (see `init_cache`): tokens continue the slots, position p is stored at index p; positions at or above
+  the capacity mark padding -> ([B, T, D], new cache).
   """
   B, T = tokens.shape
   assert positions.shape == (B, T), (tokens.shape, positions.shape)
@@ -80,44 +79,58 @@ def forward(
   if cache is None:
     mask = attention.packed_mask(positions, segment_ids)
   else:
-    mask = attention.cache_mask(positions, cache[0].k.shape[2])
+    mask = attention.cache_mask(positions, cache_capacity(cache))
   layers = params["layers"]
   names = layers[0] if isinstance(layers, tuple) else layers
   specs = jax.tree.map(
     lambda s: P(*s[1:]), sharding.param_specs({"layers": names})["layers"], is_leaf=lambda s: isinstance(s, P)
   )
 
-  def layer(x, weights, layer_cache):
+  def layer(x, weights, cache, index=None):
     weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
     with jax.named_scope("attention"):
-      out, layer_cache = _attention(
-        ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps),
-        weights,
-        angles,
-        positions,
-        mask,
-        layer_cache,
-        config,
-      )
+      normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
+      out, cache = _attention(normed, weights, angles, positions, mask, cache, index, config)
       x = x + out
     with jax.named_scope("mlp"):
       x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights)
-    return x, layer_cache
+    return x, cache
 
   if config.scan_layers:
-    stacked = None if cache is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *cache)
-    x, new = jax.lax.scan(lambda x, xs: layer(x, *xs), x, (layers, stacked))
-    caches = (
-      None if cache is None else tuple(jax.tree.map(lambda leaf, i=i: leaf[i], new) for i in range(config.num_layers))
-    )
+    # the cache is carried and written in place; as an input and output of the scan it would be copied at every call
+    step = lambda carry, xs: (layer(*carry[:1], xs[0], carry[1], xs[1]), None)  # noqa: E731
+    (x, cache), _ = jax.lax.scan(step, (x, cache), (layers, jnp.arange(config.num_layers)))
   else:
-    caches = []
+    caches = [None] * config.num_layers if cache is None else list(cache)
     for i, weights in enumerate(unstack(params, config)["layers"]):
-      x, layer_cache = layer(x, weights, None if cache is None else cache[i])
-      caches.append(layer_cache)
-    caches = tuple(caches)
+      x, caches[i] = layer(x, weights, caches[i])
+    cache = None if cache is None else tuple(caches)
   x = ops.rms_norm(x, params["final_norm"], config.rms_norm_eps)
-  return x if cache is None else (x, caches)
+  return x if cache is None else (x, cache)
+
+
+def init_cache(config: ModelConfig, num_slots: int, capacity: int) -> attention.LayerCache | tuple:
+  """An empty cache of S slots x C positions on the mesh in force: slots over the data axes, key/value heads over `tp`.
+
+  With `scan_layers` one `LayerCache` of arrays [L, S, K, C, H], otherwise a tuple of L of arrays [S, K, C, H]: a loop
+  over layers carries the one, and writes into it, without a copy; unrolled code does so with the other.
+  """
+  shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
+  stack, lead = ((config.num_layers,), (None,)) if config.scan_layers else ((), ())
+  spec = P(*lead, ROWS, "tp", None, None)
+  empty = lambda: jnp.zeros(stack + shape, config.dtype, out_sharding=spec)  # noqa: E731
+  caches = tuple(attention.LayerCache(empty(), empty()) for _ in range(1 if stack else config.num_layers))
+  return caches[0] if stack else caches
+
+
+def cache_slot_axis(config: ModelConfig) -> int:
+  """The axis of the cache's arrays that counts slots."""
+  return 1 if config.scan_layers else 0
+
+
+def cache_capacity(cache) -> int:
+  """C, positions of a slot, of what `init_cache` made."""
+  return jax.tree.leaves(cache)[0].shape[-2]
 
 
 def unstack(params: dict, config: ModelConfig) -> dict:
@@ -167,7 +180,7 @@ def _embed(params, tokens, config):
   return table.at[tokens].get(out_sharding=P(ROWS, None, None)).astype(config.dtype)
 
 
-def _attention(x, w, angles, positions, mask, cache, config):
+def _attention(x, w, angles, positions, mask, cache, layer, config):
   q = jnp.einsum("btd,dnh->btnh", x, w["q"])
   k = jnp.einsum("btd,dkh->btkh", x, w["k"])
   v = jnp.einsum("btd,dkh->btkh", x, w["v"])
@@ -180,8 +193,8 @@ def _attention(x, w, angles, positions, mask, cache, config):
   if cache is None:
     out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
   else:
-    cache = attention.append(cache, k, v, positions)
-    out = attention.attend(q, cache.k, cache.v, mask)
+    cache = attention.append(cache, k, v, positions, layer)
+    out = attention.attend(q, *attention.layer_of(cache, layer), mask)
   return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
 
 
