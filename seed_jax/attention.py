@@ -1,4 +1,4 @@
-"""Attention with segment ids, over rows of packed samples or over a slot cache.
+"""Attention with segment ids, over rows of packed samples or over a slot cache; kernels on a TPU, XLA elsewhere.
 
 Shapes: B rows (or slots), T query tokens, S key/value positions, N query heads, K key/value heads, G = N/K,
 H head size.
@@ -6,12 +6,14 @@ H head size.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from seed_jax import flash_decode, sharding
 from seed_jax.sharding import ROWS
 
 MASKED = -1e30  # finite, so that a row without any visible key gives a uniform softmax and no NaN
@@ -59,6 +61,31 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   out = jnp.einsum("bkxs,bksh->bkxh", weights, v)
   out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
   return jax.lax.reshape(out, (B, T, N, H), out_sharding=P(rows, None, "tp", None))
+
+
+def attend_slots(q: jax.Array, cache: LayerCache, positions: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+  """Attention of q [B, T, N, H] at positions [B, T] over what its slot holds up to them -> [B, T, N, H].
+
+  The cache as in `append`. A query at or above the capacity is padding: its result is finite and means nothing.
+  """
+  if q.shape[1] == 1 and sharding.platform() == "tpu":
+    return flash_slots(q, cache, positions, layer)
+  k, v = layer_of(cache, layer)
+  return attend(q, k, v, cache_mask(positions, k.shape[2]))
+
+
+def flash_slots(q, cache: LayerCache, positions, layer=None, *, interpret: bool = False) -> jax.Array:
+  """`attend_slots` of one query token a slot, q [B, 1, N, H], by the kernel, which each shard runs by itself."""
+  capacity, rows = cache.k.shape[-2], ROWS[0]
+  lengths = jnp.where(positions < capacity, positions + 1, 0)[:, 0]
+  heads, whole = P(rows, "tp", None), jax.typeof(cache.k).sharding.spec
+  call = jax.shard_map(
+    functools.partial(flash_decode.flash_decode, interpret=interpret),
+    in_specs=(heads, whole, whole, P(rows), *([] if layer is None else [P()])),
+    out_specs=heads,
+    check_vma=False,  # a kernel's result does not say over which axes it varies
+  )
+  return call(q[:, 0], *cache, lengths, *([] if layer is None else [layer]))[:, None]
 
 
 def append(

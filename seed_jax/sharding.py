@@ -57,6 +57,12 @@ def ensure_mesh():
     yield
 
 
+def platform() -> str:
+  """The platform that the mesh in force compiles for ("cpu", "gpu", "tpu"): not always the one this process runs on."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
+
+
 def spec(*logical: str, table: dict | None = None) -> P:
   """PartitionSpec of an array whose dimensions have these logical names; a mesh axis used twice raises ValueError."""
   table = TABLE if table is None else table
@@ -130,7 +136,7 @@ def put_params(params, mesh: Mesh):
 def put_rows(tree, mesh: Mesh, axis: int = 0):
   """Host arrays on the mesh, dimension `axis` (rows) over the data axes, everything else whole."""
   lead = P(*([None] * axis), *ROWS)
-  return jax.tree.map(lambda x: jax.device_put(np.asarray(x), NamedSharding(mesh, lead)), tree)
+  return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(mesh, lead))  # one call for all arrays
 
 
 def put_replicated(tree, mesh: Mesh):

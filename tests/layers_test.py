@@ -12,12 +12,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # From the ground up to the programs: a module imports modules of EARLIER lines only. A new module gets its line here.
 ORDER = """
-  ground: advantages losses methods sharding ops attention
+  ground: advantages token_losses losses methods sharding ops flash_decode attention
   models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
   inference: decode engine score
   records: progress metrics intervals records
   learning: optimizer update checkpoint
-  agent: text_template text_sentencepiece text skills analyzers trajectory batching rollout
+  agent: text_template text_sentencepiece text skills analyzers trajectory batching learn rollout
   programs: run supervised base collect annotate sft train mechanism evaluate compare charts page report preflight main
 """
 LAYER = {

@@ -109,3 +109,11 @@ def test_replicate_makes_an_array_whole():
     out = jax.jit(sharding.replicate)(sharding.put_rows(np.arange(16.0).reshape(8, 2), mesh))
   assert out.sharding.is_fully_replicated
   np.testing.assert_array_equal(out, np.arange(16.0).reshape(8, 2))
+
+
+def test_the_platform_is_the_meshs_own():
+  abstract = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+  target = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES, abstract_device=abstract)
+  assert sharding.platform() == "cpu"
+  with jax.sharding.use_abstract_mesh(target):
+    assert sharding.platform() == "tpu"

@@ -76,10 +76,7 @@ def forward(
   assert positions.shape == (B, T), (tokens.shape, positions.shape)
   x = _embed(params, tokens, config)
   angles = ops.rope_angles(positions, config.head_dim, config.rope_theta)
-  if cache is None:
-    mask = attention.packed_mask(positions, segment_ids)
-  else:
-    mask = attention.cache_mask(positions, cache_capacity(cache))
+  mask = attention.packed_mask(positions, segment_ids) if cache is None else None
   layers = params["layers"]
   names = layers[0] if isinstance(layers, tuple) else layers
   specs = jax.tree.map(
@@ -194,7 +191,7 @@ def _attention(x, w, angles, positions, mask, cache, layer, config):
     out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
   else:
     cache = attention.append(cache, k, v, positions, layer)
-    out = attention.attend(q, *attention.layer_of(cache, layer), mask)
+    out = attention.attend_slots(q, cache, positions, layer)
   return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
 
 
