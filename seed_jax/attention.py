@@ -6,7 +6,6 @@ H head size.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from seed_jax import flash_decode, sharding
 from seed_jax.sharding import ROWS
 
+KERNEL_TILE = 128  # the kernels take lengths of its multiples only
 MASKED = -1e30  # finite, so that a row without any visible key gives a uniform softmax and no NaN
 
 
@@ -63,29 +63,39 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   return jax.lax.reshape(out, (B, T, N, H), out_sharding=P(rows, None, "tp", None))
 
 
-def attend_slots(q: jax.Array, cache: LayerCache, positions: jax.Array, layer: jax.Array | None = None) -> jax.Array:
-  """Attention of q [B, T, N, H] at positions [B, T] over what its slot holds up to them -> [B, T, N, H].
+def extend_slots(
+  q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, positions: jax.Array, layer: jax.Array | None = None
+) -> tuple[jax.Array, LayerCache]:
+  """Writes k and v [B, T, K, H] at positions [B, T] of the slots (see `append`), and attends from q [B, T, N, H] to
+  what each slot then holds up to the query -> ([B, T, N, H], cache).
 
-  The cache as in `append`. A query at or above the capacity is padding: its result is finite and means nothing.
+  A position at or above the capacity is padding: its result is finite and means nothing.
   """
-  if q.shape[1] == 1 and sharding.platform() == "tpu":
-    return flash_slots(q, cache, positions, layer)
-  k, v = layer_of(cache, layer)
-  return attend(q, k, v, cache_mask(positions, k.shape[2]))
+  capacity = cache.k.shape[-2]
+  if q.shape[1] == 1 and capacity % KERNEL_TILE == 0 and sharding.platform() == "tpu":
+    return flash_slots(q, k, v, cache, positions, layer)
+  cache = append(cache, k, v, positions, layer)
+  one = layer_of(cache, layer)
+  return attend(q, one.k, one.v, cache_mask(positions, capacity)), cache
 
 
-def flash_slots(q, cache: LayerCache, positions, layer=None, *, interpret: bool = False) -> jax.Array:
-  """`attend_slots` of one query token a slot, q [B, 1, N, H], by the kernel, which each shard runs by itself."""
-  capacity, rows = cache.k.shape[-2], ROWS[0]
-  lengths = jnp.where(positions < capacity, positions + 1, 0)[:, 0]
-  heads, whole = P(rows, "tp", None), jax.typeof(cache.k).sharding.spec
-  call = jax.shard_map(
-    functools.partial(flash_decode.flash_decode, interpret=interpret),
-    in_specs=(heads, whole, whole, P(rows), *([] if layer is None else [P()])),
-    out_specs=heads,
+def flash_slots(q, k, v, cache: LayerCache, positions, layer=None, *, interpret: bool = False):
+  """`extend_slots` by one token a slot, T = 1, by kernels that each shard runs for itself."""
+  heads, whole = P(ROWS[0], "tp", None), jax.typeof(cache.k).sharding.spec
+  index = () if layer is None else (layer,)
+
+  def local(q, k, v, k_cache, v_cache, positions, *index):
+    k_cache, v_cache = flash_decode.write_token(k_cache, v_cache, k, v, positions, *index, interpret=interpret)
+    lengths = jnp.where(positions < k_cache.shape[-2], positions + 1, 0)
+    return flash_decode.flash_decode(q, k_cache, v_cache, lengths, *index, interpret=interpret), k_cache, v_cache
+
+  out, *cache = jax.shard_map(
+    local,
+    in_specs=(heads, heads, heads, whole, whole, ROWS, *(P() for _ in index)),
+    out_specs=(heads, whole, whole),
     check_vma=False,  # a kernel's result does not say over which axes it varies
-  )
-  return call(q[:, 0], *cache, lengths, *([] if layer is None else [layer]))[:, None]
+  )(q[:, 0], k[:, 0], v[:, 0], *cache, positions[:, 0], *index)
+  return out[:, None], LayerCache(*cache)
 
 
 def append(

@@ -1,11 +1,17 @@
-"""Decode attention as a Pallas TPU kernel: one query token a slot, over the live blocks of its cache only.
+"""Decode attention as two Pallas TPU kernels: one token a slot is written into its cache and reads the live part of it.
 
-Shapes: S slots, N query heads, K key/value heads, G = N/K, H head size, C capacity of a slot, L layers, J blocks.
+Shapes: S slots, N query heads, K key/value heads, G = N/K, H head size, C capacity of a slot, L layers.
 
 A decode step is bound by the bytes of the cache that it reads. XLA reads all C positions of every slot; this kernel
 reads ceil(length / block) blocks of each. The lengths are prefetched scalars, so that the pipeline knows, before the
 step's data are there, which block comes next: past a slot's last live block the index does not move, and a block whose
 index is that of the step before is not fetched again.
+
+XLA's scatter wants the positions of a cache elsewhere in memory than a kernel does, so it would copy the whole cache
+twice in every layer: `write_token` moves one tile of each slot instead.
+
+Heads of less than 128 lanes are read as [..., H, C]: so the compiler lays out such an array on a TPU by itself, since
+the other way round each head would be filled up to 128. That makes the `swapaxes` here a change of names, not a copy.
 """
 
 from __future__ import annotations
@@ -38,9 +44,6 @@ def flash_decode(
   [S] int32 of 0..C -> [S, N, H]. Query heads n of the same n // G share a key/value head. Scores, softmax and sums are
   float32. `block` is how many positions a step reads, of all key/value heads at once; None is as many as fill about 1
   MiB, which takes longer to read than a step takes to start. `interpret` runs it anywhere.
-
-  Heads of less than 128 lanes are read as [..., H, C]: so the compiler lays out such an array on a TPU by itself, since
-  the other way round each head would be filled up to 128. That makes `swapaxes` below a change of names, not a copy.
   """
   if layer is None:
     k, v, layer = k[None], v[None], 0
@@ -50,7 +53,7 @@ def flash_decode(
   rows = -(-G // SUBLANES) * SUBLANES  # of a head's queries, filled up to whole registers
   q = jnp.pad(q.reshape(S, K, G, H), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
   block = min(block or _block_size(K * H * k.dtype.itemsize), C)
-  lanes_are_positions = H % LANES != 0
+  lanes_are_positions = _lanes_are_positions(H)
   if lanes_are_positions:
     k, v = k.swapaxes(3, 4), v.swapaxes(3, 4)
   lengths = lengths.astype(jnp.int32)
@@ -83,6 +86,66 @@ def flash_decode(
     name="flash_decode",
   )(*scalars, q, k, v)
   return out[:, :, :G].reshape(S, N, H)
+
+
+def write_token(
+  k_cache: jax.Array,
+  v_cache: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  positions: jax.Array,
+  layer: jax.Array | None = None,
+  *,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """The caches with k[s] and v[s] at position positions[s] of slot s; in place where the caller's arrays allow it.
+
+  k and v [S, K, H], caches as in `flash_decode`, positions [S] int32; one at or above the capacity writes nothing. The
+  capacity is a multiple of 128, so that a tile never reaches over a slot's end.
+  """
+  if layer is None:
+    written = write_token(k_cache[None], v_cache[None], k, v, positions, jnp.int32(0), interpret=interpret)
+    return written[0][0], written[1][0]
+  (S, K, H), C = k.shape, k_cache.shape[3]
+  assert k_cache.shape[1:] == (S, K, C, H) and positions.shape == (S,) and C % LANES == 0, (k.shape, k_cache.shape)
+  lanes_are_positions = _lanes_are_positions(H)
+  if lanes_are_positions:
+    tile, new_shape = (H, LANES), (S, K, H, 1)
+    k_cache, v_cache = k_cache.swapaxes(3, 4), v_cache.swapaxes(3, 4)
+  else:
+    tile, new_shape = (32 // k_cache.dtype.itemsize, H), (S, K, 1, H)
+  chunk = max(c for c in range(1, 17) if S % c == 0)  # slots whose tiles travel at the same time
+  new_block = pl.BlockSpec((chunk, *new_shape[1:]), lambda i, *_: (i, 0, 0, 0))
+  anywhere = pl.BlockSpec(memory_space=pl.ANY)
+  tiles = pltpu.VMEM((chunk, K, *tile), k_cache.dtype)
+  k_cache, v_cache = pl.pallas_call(
+    functools.partial(_write_kernel, chunk=chunk, capacity=C, axis=2 if lanes_are_positions else 1),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=2,
+      grid=(S // chunk,),
+      in_specs=[new_block, new_block, anywhere, anywhere],
+      out_specs=[anywhere, anywhere],
+      scratch_shapes=[tiles, tiles, pltpu.SemaphoreType.DMA((2, chunk)), pltpu.SemaphoreType.DMA((2, chunk))],
+    ),
+    out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_cache, v_cache)],
+    input_output_aliases={4: 0, 5: 1},
+    interpret=interpret,
+    name="write_token",
+  )(
+    jnp.reshape(layer, (1,)).astype(jnp.int32),
+    positions.astype(jnp.int32),
+    k.astype(k_cache.dtype).reshape(new_shape),
+    v.astype(v_cache.dtype).reshape(new_shape),
+    k_cache,
+    v_cache,
+  )
+  if lanes_are_positions:
+    k_cache, v_cache = k_cache.swapaxes(3, 4), v_cache.swapaxes(3, 4)
+  return k_cache, v_cache
+
+
+def _lanes_are_positions(H: int) -> bool:
+  return H % LANES != 0
 
 
 def sources(lengths: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
@@ -143,3 +206,45 @@ def _kernel(layer, lengths, source, last, q, k, v, out, peak, total, mixed, *, b
   def _():
     sums = total[:, :, :1]
     out[...] = (mixed[...] / jnp.where(sums == 0, 1.0, sums)).astype(out.dtype)
+
+
+def _write_kernel(
+  layer, positions, k, v, k_in, v_in, k_out, v_out, k_tiles, v_tiles, reads, writes, *, chunk, capacity, axis
+):
+  """Some slots: their tiles come in, all at the same time, take the new row (or column), and go back."""
+  first = pl.program_id(0) * chunk
+  size = k_tiles.shape[1 + axis]
+
+  def part(cache, i):
+    at = pl.ds(pl.multiple_of(positions[first + i] // size * size, size), size)
+    return cache.at[(layer[0], first + i, slice(None), *([at, slice(None)] if axis == 1 else [slice(None), at]))]
+
+  def read(i):
+    return [
+      pltpu.make_async_copy(part(cache, i), tiles.at[i], reads.at[n, i])
+      for n, (cache, tiles) in enumerate([(k_in, k_tiles), (v_in, v_tiles)])
+    ]
+
+  def write(i):
+    return [
+      pltpu.make_async_copy(tiles.at[i], part(cache, i), writes.at[n, i])
+      for n, (cache, tiles) in enumerate([(k_out, k_tiles), (v_out, v_tiles)])
+    ]
+
+  def for_live(body):
+    def step(i, _):
+      pl.when(positions[first + i] < capacity)(lambda: body(i))
+
+    jax.lax.fori_loop(0, chunk, step, None)
+
+  def update(i):
+    here = jax.lax.broadcasted_iota(jnp.int32, k_tiles.shape[1:], axis) == positions[first + i] % size
+    for copy, tiles, new in zip(read(i), (k_tiles, v_tiles), (k, v), strict=True):
+      copy.wait()
+      tiles[i] = jnp.where(here, new[i], tiles[i])
+    for copy in write(i):
+      copy.start()
+
+  for_live(lambda i: [copy.start() for copy in read(i)] and None)
+  for_live(update)
+  for_live(lambda i: [copy.wait() for copy in write(i)] and None)

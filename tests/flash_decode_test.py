@@ -1,4 +1,4 @@
-"""The decode kernel in interpret mode: it is attention over a slot's live positions, and reads no other block."""
+"""The decode kernels in interpret mode: attention over a slot's live positions, no other block read or written."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from seed_jax import attention, sharding
 from seed_jax.attention import LayerCache
-from seed_jax.flash_decode import block_read, flash_decode, sources
+from seed_jax.flash_decode import block_read, flash_decode, sources, write_token
 
 CAPACITY, BLOCK = 80, 16
 # idle first, one token, a block's last position, one more, full, idle between, all but one, idle last
@@ -85,19 +85,37 @@ def test_no_live_slot_at_all_gives_zeros():
   np.testing.assert_array_equal(out, np.zeros_like(out))
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_write_token_writes_one_position_of_every_live_slot(size, dtype):
+  _, k, v = case(4, 2, size, dtype, lead=(3,), capacity=256)
+  new = jnp.asarray(np.random.default_rng(1).normal(size=(2, len(LENGTHS), 2, size)), dtype)
+  positions = np.asarray([0, 255, 256, 127, 128, 7, 8, 300, 15, 16])
+  out = write_token(k, v, *new, positions, jnp.int32(1), interpret=True)
+  for cache, rows, written in zip((k, v), new, out, strict=True):
+    expected = np.array(cache)
+    for slot, at in enumerate(positions):
+      if at < 256:
+        expected[1, slot, :, at] = rows[slot]
+    np.testing.assert_array_equal(written, expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2), (1, 2, 1)])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_every_shard_of_a_mesh_runs_its_own_slots_and_heads(shape, stacked):
-  q, k, v = case(8, 4, 64, lead=(2,) if stacked else ())
+  """The kernels together are what XLA computes for `extend_slots`, in the cache and in the result."""
+  q, k, v = case(8, 4, 64, lead=(2,) if stacked else (), capacity=128)
   mesh = sharding.make_mesh(*shape)
   place = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, sharding.spec(*axes)))  # noqa: E731
   lead = ("layers",) if stacked else ()
   cache = LayerCache(*(place(x, *lead, "rows", "heads", "tokens", "head_size") for x in (k, v)))
-  positions = np.where(LENGTHS > 0, LENGTHS - 1, CAPACITY)[:, None]  # idle slots stand at the capacity
-  layer = jnp.int32(1) if stacked else None
+  new = np.random.default_rng(2).normal(size=(2, len(LENGTHS), 1, 4, 64)).astype(np.float32)
+  tokens = [place(x, "rows", "tokens", "heads", "head_size") for x in (q[:, None], *new)]
+  positions = np.where(LENGTHS > 0, LENGTHS - 1, 128)[:, None]  # idle slots stand at the capacity
+  arguments = (*tokens, cache, place(positions, "rows", "tokens"), jnp.int32(1) if stacked else None)
   with jax.set_mesh(mesh):
-    out = jax.jit(lambda *a: attention.flash_slots(*a, interpret=True))(
-      place(q[:, None], "rows", "tokens", "heads", "head_size"), cache, place(positions, "rows", "tokens"), layer
-    )
+    out, cache = jax.jit(lambda *a: attention.flash_slots(*a, interpret=True))(*arguments)
+    expected, expected_cache = jax.jit(attention.extend_slots)(*arguments)
   assert jax.typeof(out).sharding.spec == sharding.spec("rows", "tokens", "heads", "head_size")
-  np.testing.assert_allclose(out[:, 0], plain(q, k[1], v[1]) if stacked else plain(q, k, v), atol=2e-6)
+  jax.tree.map(np.testing.assert_array_equal, cache, expected_cache)
+  np.testing.assert_allclose(out[:, 0], np.where(LENGTHS[:, None, None] > 0, expected[:, 0], 0), atol=2e-6)

@@ -173,8 +173,17 @@ def gather_positions(hidden: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _embed(params, tokens, config):
-  table = jax.sharding.reshard(params["embed"], P(None, None))
-  return table.at[tokens].get(out_sharding=P(ROWS, None, None)).astype(config.dtype)
+  """Each shard of the vocabulary looks up the tokens that it has; the sum over `tp` is no more than [B, T, D]."""
+
+  def local(table, tokens):
+    row = tokens - jax.lax.axis_index("tp") * table.shape[0]
+    found = table.at[row].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return jax.lax.psum(found, "tp")
+
+  rows = P(ROWS, None)
+  table = jax.sharding.reshard(params["embed"], P("tp", None))
+  embed = jax.shard_map(local, in_specs=(P("tp", None), rows), out_specs=P(ROWS, None, None))
+  return embed(table, jax.sharding.reshard(tokens, rows)).astype(config.dtype)
 
 
 def _attention(x, w, angles, positions, mask, cache, layer, config):
@@ -190,8 +199,7 @@ def _attention(x, w, angles, positions, mask, cache, layer, config):
   if cache is None:
     out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
   else:
-    cache = attention.append(cache, k, v, positions, layer)
-    out = attention.attend_slots(q, cache, positions, layer)
+    out, cache = attention.extend_slots(q, k, v, cache, positions, layer)
   return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
 
 
