@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from flax import nnx
 from tunix.rl.grpo import grpo_learner
 
 from benchmarks.peers import shared, tunix_policy
@@ -29,8 +28,8 @@ def main() -> None:
         num_generations=shared.MEMBERS, num_iterations=1, beta=shared.KL_COEFFICIENT, epsilon=shared.CLIP
       ),
     )
-    params = lambda: nnx.state(cluster.actor_trainer.model, nnx.Param)  # noqa: E731
-    watch = shared.Stopwatch(lambda value: (jax.block_until_ready(value), jax.block_until_ready(params()))[0])
+    params = lambda: tunix_policy.params(cluster.actor_trainer.model)  # noqa: E731
+    watch = shared.Stopwatch(lambda value: jax.block_until_ready((value, params()))[0])
     watch.wrap(cluster, "generate", "generation", after=lambda out: tokens.append(sum(map(len, out.tokens))))
     watch.wrap(cluster, "get_ref_per_token_logps", "scoring")
     watch.wrap(

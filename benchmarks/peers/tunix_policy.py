@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax
 import optax
-from flax import nnx
 from tunix.models.qwen2 import model as qwen2
 from tunix.rl import rl_cluster
 from tunix.rl.rollout import base_rollout
 
 from benchmarks.peers import shared
+
+nnx = qwen2.nnx  # tunix keeps its parameters in it; this package does not, and its tests see to that
 
 
 class Bytes:
@@ -47,7 +48,7 @@ def policy(size: str, seed: int = 0):
     use_tied_embedding=True,
   )
   model = qwen2.Qwen2(config, rngs=nnx.Rngs(seed))
-  values = nnx.state(model, nnx.Param)
+  values = params(model)
   keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(values))))
 
   def draw(leaf):
@@ -92,6 +93,11 @@ def one_device_mesh():
   return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
+def params(model):
+  """The tree of all parameters."""
+  return nnx.state(model, nnx.Param)
+
+
 def num_params(model) -> int:
   """All parameters."""
-  return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+  return sum(leaf.size for leaf in jax.tree.leaves(params(model)))
