@@ -4,8 +4,9 @@ Shapes: n tokens of a sample, r response tokens of a sample, M micro-batches, B 
 a row.
 
 A sample is one training sequence: a step (window mode) or a whole episode (transcript mode). Samples are packed
-first-fit-decreasing into rows of the smallest allowed length that holds them; rows are grouped into micro-batches.
-Padding has mask 0, segment 0, and never counts.
+first-fit-decreasing into rows of the smallest allowed length that holds them; rows are grouped into micro-batches, and
+these into batches of a fixed number M of them, so that no compiled shape depends on how many samples there are.
+Padding has mask 0, segment 0, and never counts; an empty micro-batch is never computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from seed_jax.advantages import group_advantages
 from seed_jax.score import Context
 from seed_jax.trajectory import Trajectory
 from seed_jax.update import Batch
+
+MICRO_BATCHES = 8  # M of every batch: enough that a program is called seldom, few enough that an empty one is small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +42,41 @@ class Sample:
   skill_index: np.ndarray | None = None  # int32[r]
 
   @property
+  def needs(self) -> tuple[int, int, int]:
+    """What the sample takes of a row's room: ordinary tokens, skill tokens, response tokens.
+
+    Without a skill it lies in the skill row with its ordinary context.
+    """
+    skill = self.tokens if self.skill_tokens is None else self.skill_tokens
+    return len(self.tokens), len(skill), len(self.targets)
+
+  @property
   def length(self) -> int:
-    """Tokens of the longer context: what a row must hold."""
-    return max(len(self.tokens), 0 if self.skill_tokens is None else len(self.skill_tokens))
+    """Tokens of the longer context."""
+    return max(self.needs[:2])
 
 
 @dataclasses.dataclass(frozen=True)
 class RowShape:
-  """T tokens and R response tokens of a row, B rows of a micro-batch."""
+  """T tokens and R response tokens of a row, B rows of a micro-batch.
+
+  Both contexts of a sample lie in the same row of their context. A skill makes the skill rows fuller than the ordinary
+  ones: a `skill_length` above T lets the ordinary rows, which the update differentiates, be full. 0 stands for T.
+  """
 
   length: int
   responses: int
   rows: int
+  skill_length: int = 0
+
+  @property
+  def room(self) -> tuple[int, int, int]:
+    """What an empty row has room for: ordinary tokens, skill tokens, response tokens."""
+    return self.length, self.skill_length or self.length, self.responses
 
   def holds(self, sample: Sample) -> bool:
     """Whether an empty row has room for the sample."""
-    return sample.length <= self.length and len(sample.targets) <= self.responses
+    return all(need <= room for need, room in zip(sample.needs, self.room, strict=True))
 
 
 def turn_scores(trajectories: Sequence[Trajectory], *, reward_scale: float, invalid_penalty: float) -> list[np.ndarray]:
@@ -75,11 +97,14 @@ def turn_advantages(
   normalize: str = "mean_std",
   per_step: bool = True,
   advantage: Callable = group_advantages,
+  num_groups: int = 0,
+  num_turns: int = 0,
 ) -> list[np.ndarray]:
   """Group-relative advantage of every turn, float32[turns] per trajectory.
 
   per_step=True takes mean and deviation over all turns of the group (official code); False weighs each episode once
-  (paper). Episodes whose environment failed are left out of the statistics and get 0.
+  (paper). Episodes whose environment failed are left out of the statistics and get 0. `num_groups` and `num_turns` are
+  what there can be at most: with them the compiled shape is always the same.
   """
   scores = turn_scores(trajectories, reward_scale=reward_scale, invalid_penalty=invalid_penalty)
   groups = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
@@ -89,10 +114,12 @@ def turn_advantages(
     for s, t in zip(scores, trajectories, strict=True)
   ]
   flat = [np.concatenate(x) if x else np.zeros(0, np.float32) for x in (scores, ids, weights)]
-  size = 1 << max(len(flat[0]) - 1, 0).bit_length()  # a power of two: few compiled shapes; fill has weight 0
-  fill = size - len(flat[0])
+  power = 1 << max(len(flat[0]) - 1, 0).bit_length()  # without a bound a power of two: few compiled shapes
+  fill = (num_turns if num_turns >= len(flat[0]) else power) - len(flat[0])  # fill has weight 0
   values, group, weight = np.pad(flat[0], (0, fill)), np.pad(flat[1], (0, fill)), np.pad(flat[2], (0, fill))
-  flat_advantages = np.asarray(advantage(values, group, num_groups=len(groups), normalize=normalize, weights=weight))
+  flat_advantages = np.asarray(
+    advantage(values, group, num_groups=max(len(groups), num_groups), normalize=normalize, weights=weight)
+  )
   return np.split(flat_advantages[: len(flat[0])], np.cumsum([len(s) for s in scores])[:-1])
 
 
@@ -161,88 +188,116 @@ def pack(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape
   """Rows by shape: each sample goes to the smallest shape that holds it, first fit, longest first (stable, so
   reproducible).
 
-  Raises ValueError, with the numbers, for a sample that fits no shape.
+  Samples without a skill come last: they fill up what is left and begin rows of their own, so that the rows with a
+  skill come first and are no more than they must be. Raises ValueError, with the numbers, for a sample that fits no
+  shape.
   """
   shapes = sorted(shapes, key=lambda s: s.length)
-  rows: dict[RowShape, list[list[Sample]]] = {}
-  room: dict[RowShape, list[list[int]]] = {}
-  for sample in sorted(samples, key=lambda s: -s.length):
-    need = (sample.length, len(sample.targets))
+  rows: dict[RowShape, list[list[Sample]]] = {shape: [] for shape in shapes}
+  # Room of all rows of a shape at once: first fit over a thousand rows is then one comparison of arrays a sample.
+  room = {shape: np.zeros((len(samples), 3), np.int64) for shape in shapes}
+  for sample in sorted(samples, key=lambda s: (s.skill_tokens is None, -s.length)):
+    need = sample.needs
     shape = next((s for s in shapes if s.holds(sample)), None)
     if shape is None:
       raise ValueError(
-        f"a sample of {need[0]} tokens ({need[1]} sampled) fits no row of "
+        f"a sample of {sample.length} tokens ({need[2]} sampled) fits no row of "
         f"{[(s.length, s.responses) for s in shapes]} (tokens, sampled tokens): "
         "raise train.row_lengths, or lower the limits of the rollout"
       )
-    free = room.setdefault(shape, [])
-    place = next((i for i, f in enumerate(free) if f[0] >= need[0] and f[1] >= need[1]), None)
-    if place is None:
-      place = len(free)
-      free.append([shape.length, shape.responses])
-      rows.setdefault(shape, []).append([])
-    rows[shape][place].append(sample)
-    free[place][0] -= need[0]
-    free[place][1] -= need[1]
-  return rows
+    filled = rows[shape]
+    fits = (room[shape][: len(filled)] >= need).all(axis=1)
+    place = int(fits.argmax()) if fits.any() else len(filled)
+    if place == len(filled):
+      filled.append([])
+      room[shape][place] = shape.room
+    filled[place].append(sample)
+    room[shape][place] -= need
+  return {shape: filled for shape, filled in rows.items() if filled}
+
+
+def one_per_row(samples: Sequence[Sample], shapes: Sequence[RowShape]) -> dict[RowShape, list[list[Sample]]]:
+  """The padded layout, `place=` of `to_batches`: every sample alone in a row of the longest shape. For comparisons."""
+  longest = max(shapes, key=lambda s: s.length)
+  for sample in samples:
+    pack([sample], [longest])  # its error, if the sample does not fit
+  return {longest: [[s] for s in sorted(samples, key=lambda s: s.skill_tokens is None)]} if samples else {}
 
 
 def to_batches(
-  samples: Sequence[Sample], shapes: Sequence[RowShape], mesh: jax.sharding.Mesh, *, skills: bool
+  samples: Sequence[Sample],
+  shapes: Sequence[RowShape],
+  mesh: jax.sharding.Mesh,
+  *,
+  skills: bool,
+  micro_batches: int = MICRO_BATCHES,
+  place: Callable = pack,
 ) -> list[Batch]:
-  """Packed batches on the mesh, one per row shape that occurs. skills=False builds no skill context."""
-  batches = []
-  for shape, rows in pack(samples, shapes).items():
-    count = -(-len(rows) // shape.rows)
-    M = (
-      1 << (count - 1).bit_length()
-    )  # a power of two of micro-batches: few compiled shapes; the empty ones are never computed
-    rows = rows + [[]] * (M * shape.rows - len(rows))
+  """Batches on the mesh, each of M = `micro_batches` micro-batches of one row shape; as many as are needed, and an
+  empty one where there is no sample at all. skills=False builds no skill context.
 
-    def grid(rows_of, width, dtype, M=M, shape=shape, rows=rows):
-      out = np.zeros((M * shape.rows, width), dtype)
-      for line, row in zip(out, rows, strict=True):
+  `place(samples, shapes)` gives the rows by shape.
+  """
+  batches = []
+  for shape, rows in place(samples, shapes).items():
+    most = micro_batches * shape.rows
+    batches += [_batch(rows[at : at + most], shape, mesh, skills, micro_batches) for at in range(0, len(rows), most)]
+  return batches or [empty_batch(min(shapes, key=lambda s: s.length), mesh, skills=skills, micro_batches=micro_batches)]
+
+
+def empty_batch(shape: RowShape, mesh: jax.sharding.Mesh, *, skills: bool, micro_batches: int = MICRO_BATCHES) -> Batch:
+  """A batch of that row shape with nothing in it: what a program can be compiled for before there is a sample."""
+  return _batch([], shape, mesh, skills, micro_batches)
+
+
+def row_fill(samples: Sequence[Sample], batches: Sequence[Batch]) -> float:
+  """Share of the ordinary rows' columns that hold a token, over the micro-batches that are computed."""
+  columns = sum(int(b.count) * b.ordinary.tokens[0].size for b in batches)
+  return sum(len(s.tokens) for s in samples) / max(columns, 1)
+
+
+def _batch(rows, shape, mesh, skills, M) -> Batch:
+  count = -(-len(rows) // shape.rows)
+  with_skill = sum(any(s.skill_tokens is not None for s in row) for row in rows)  # these come first
+  rows = rows + [[]] * (M * shape.rows - len(rows))
+
+  def grid(rows_of, width, dtype):
+    out = np.zeros((M * shape.rows, width), dtype)
+    for line, row in zip(out, rows, strict=True):
+      if row:
         flat = rows_of(row)
         line[: len(flat)] = flat
-      return out.reshape(M, shape.rows, width)
+    return out.reshape(M, shape.rows, width)
 
-    def per_token(field, dtype, grid=grid, shape=shape):
-      return grid(lambda row: _flat([field(s) for s in row]), shape.responses, dtype)
+  def per_token(field, dtype):
+    return grid(lambda row: np.concatenate([field(s) for s in row]), shape.responses, dtype)
 
-    batch = Batch(
-      ordinary=_context(grid, shape, lambda s: (s.tokens, s.index)),
-      skill=_context(grid, shape, _skill_side) if skills else None,
-      targets=per_token(lambda s: s.targets, np.int32),
-      mask=per_token(lambda s: np.ones(len(s.targets)), np.float32),
-      skill_mask=per_token(lambda s: np.full(len(s.targets), s.skill_tokens is not None), np.float32),
-      advantages=per_token(lambda s: s.advantages, np.float32),
-      sampler_logprobs=per_token(lambda s: s.logprobs, np.float32),
-      count=np.int32(0),
-    )
-    batch = sharding.put_rows(batch.replace(count=None), mesh, axis=1)
-    batches.append(batch.replace(count=sharding.put_replicated(np.int32(count), mesh)))
-  return batches
+  arrays = dict(
+    ordinary=_context(grid, shape.room[0], shape.responses, lambda s: (s.tokens, s.index)),
+    skill=_context(grid, shape.room[1], shape.responses, _skill_side) if skills else None,
+    targets=per_token(lambda s: s.targets, np.int32),
+    mask=per_token(lambda s: np.ones(len(s.targets)), np.float32),
+    skill_mask=per_token(lambda s: np.full(len(s.targets), s.skill_tokens is not None), np.float32),
+    advantages=per_token(lambda s: s.advantages, np.float32),
+    sampler_logprobs=per_token(lambda s: s.logprobs, np.float32),
+  )
+  counts = dict(count=np.int32(count), skill_count=np.int32(-(-with_skill // shape.rows)))
+  return Batch(**sharding.put_rows(arrays, mesh, axis=1), **sharding.put_replicated(counts, mesh))
 
 
-def _context(grid, shape, side) -> Context:
+def _context(grid, length, responses, side) -> Context:
   def starts(row):
-    return np.cumsum([0] + [s.length for s in row])[:-1]
-
-  def place(row, values):  # each sample starts at the same column in both contexts; the shorter one is padded behind
-    out = np.zeros(shape.length, np.int32)
-    for start, value in zip(starts(row), values, strict=True):
-      out[start : start + len(value)] = value
-    return out
+    return np.cumsum([0] + [len(side(s)[0]) for s in row])[:-1]
 
   return Context(
-    tokens=grid(lambda row: place(row, [side(s)[0] for s in row]), shape.length, np.int32),
-    positions=grid(lambda row: place(row, [np.arange(len(side(s)[0])) for s in row]), shape.length, np.int32),
+    tokens=grid(lambda row: np.concatenate([side(s)[0] for s in row]), length, np.int32),
+    positions=grid(lambda row: np.concatenate([np.arange(len(side(s)[0])) for s in row]), length, np.int32),
     segment_ids=grid(
-      lambda row: place(row, [np.full(len(side(s)[0]), i + 1) for i, s in enumerate(row)]), shape.length, np.int32
+      lambda row: np.concatenate([np.full(len(side(s)[0]), i) for i, s in enumerate(row, start=1)]), length, np.int32
     ),
     index=grid(
-      lambda row: _flat([start + side(s)[1] for start, s in zip(starts(row), row, strict=True)]),
-      shape.responses,
+      lambda row: np.concatenate([start + side(s)[1] for start, s in zip(starts(row), row, strict=True)]),
+      responses,
       np.int32,
     ),
   )
@@ -265,7 +320,3 @@ def _concatenate(prompts, turns):
     index.append(np.arange(at - 1, at - 1 + len(turn.response_ids), dtype=np.int32))
     at += len(turn.response_ids)
   return np.concatenate(tokens).astype(np.int32)[:-1], np.concatenate(index)
-
-
-def _flat(arrays):
-  return np.concatenate(arrays) if arrays else np.zeros(0)

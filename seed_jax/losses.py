@@ -5,10 +5,18 @@ All is computed and returned in float32, whatever comes in (numpy too); losses p
 logprobs: log-softmax of the float32 logits over the full vocabulary at the temperature of the rollout, in nats.
 
 Three layers, so that denominators can be global:
-- per token: clipped_surrogate, kl_penalty, opd_gate, opd_loss, nll, token_entropy.
+- per token (token_losses.py): clipped_surrogate, kl_penalty, opd_gate, opd_loss, nll, token_entropy,
+  truncated_importance_weights.
 - sums: grpo_terms, opd_terms give {denominator: {name: sum over this batch}}, which add over micro-batches and hosts.
 - scalars: grpo_loss, seed_loss are sums / denominators. With `denominators=token_counts(<whole batch>)` a micro-batch
-  returns its share: shares of loss, gradient and metrics ADD up to the whole batch's; `finish_metrics` closes the sum.
+  returns its share: shares of loss, gradient and metrics ADD up to the whole batch's (`add_metrics`: of a metric named
+  `..._max` the larger counts); `finish_metrics` closes the sum.
+
+Three policies may differ. `sampler_logprobs` are those of the one that sampled, as the sampler itself reported them:
+another precision, or, with rollouts ahead of the updates, older parameters. `old_logprobs` are the trainer's own at the
+start of the iteration's updates: the centre of the clipping. `logprobs` are the policy being trained. With `tis_cap`
+the surrogate, centred at `old`, is weighed by min(old / sampler, tis_cap): the decoupled objective (arXiv:2110.00641)
+with a truncated weight. Off, `old` stands for the sampler. What lies between the two is measured always.
 """
 
 from __future__ import annotations
@@ -19,90 +27,22 @@ import jax
 import jax.numpy as jnp
 
 from seed_jax.advantages import group_advantages as group_advantages  # re-exported: the public name lives here
-
-KL_ESTIMATORS = ("k1", "k2", "k3")
-K3_LIMIT = 10.0  # k3 is clamped to +-10, as in the official code
-# exp(80) is 5e34; a little further float32 overflows, and 0 * inf would make a clipped token's gradient NaN.
-_LOG_RATIO_CAP = 80.0
+from seed_jax.token_losses import (  # noqa: F401  (re-exported, too)
+  K3_LIMIT,
+  KL_ESTIMATORS,
+  clipped_surrogate,
+  kl_penalty,
+  nll,
+  opd_gate,
+  opd_loss,
+  per_token,
+  ratio_and_advantages,
+  same_shape,
+  token_entropy,
+  truncated_importance_weights,
+)
 
 Terms = dict[str, dict[str, jax.Array]]
-
-
-# --- per token ------------------------------------------------------------------------------------------------------
-
-
-def clipped_surrogate(
-  *, logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.2, dual_clip: float | None = 3.0
-):
-  """Clipped surrogate, [B, T]: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(logprobs - old_logprobs).
-
-  Where A < 0 the loss is at most -A * dual_clip (arXiv:1912.09729), None switches that off. PPO: arXiv:1707.06347.
-  `advantages` is [B, T], or [B]: one for all tokens of a row. Gradient flows through `logprobs` only, so
-  `old_logprobs` may be the very same array. The ratio is not clamped within float32 (as in the official code).
-
-  Raises:
-    ValueError: shapes that differ, or dual_clip <= 1 (it would cut tokens that the policy has not moved).
-  """
-  ratio, advantages = _ratio_and_advantages(logprobs, old_logprobs, advantages)
-  loss = jnp.maximum(-advantages * ratio, -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
-  if dual_clip is None:
-    return loss
-  if dual_clip <= 1.0:
-    raise ValueError(f"dual_clip={dual_clip} must be above 1 (3.0 is usual), or None for no dual clip")
-  return jnp.where(advantages < 0, jnp.minimum(loss, -advantages * dual_clip), loss)
-
-
-def kl_penalty(*, logprobs, ref_logprobs, estimator: str = "k3"):
-  """KL(policy || reference) estimated from tokens that the policy sampled, [B, T]; d = ref_logprobs - logprobs.
-
-  k1 = -d (unbiased, either sign); k2 = d^2 / 2 (biased, its gradient is that of the KL on policy);
-  k3 = exp(d) - d - 1 >= 0 (unbiased), clamped to +-10 where its gradient is 0. No gradient to the reference.
-  Source: J. Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv:2402.03300 eq. 4.
-  """
-  logprobs, ref_logprobs = _same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-  gap = jax.lax.stop_gradient(ref_logprobs) - logprobs
-  if estimator == "k1":
-    return -gap
-  if estimator == "k2":
-    return 0.5 * jnp.square(gap)
-  if estimator == "k3":
-    # The inner bound lies far outside the clamp and keeps exp finite; expm1 keeps the digits of a small gap.
-    gap = jnp.clip(gap, -_LOG_RATIO_CAP, _LOG_RATIO_CAP)
-    return jnp.clip(jnp.expm1(gap) - gap, -K3_LIMIT, K3_LIMIT)
-  raise ValueError(f"estimator={estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}")
-
-
-def opd_gate(*, logprobs, skill_logprobs, beta=5.0):
-  """SEED's confidence gate, [B, T] in (0, 1): sigmoid(beta * (skill_logprobs - logprobs)), a constant for the gradient.
-
-  0.5 where the skill does not move the token's probability; beta = 0 gives the constant gate 0.5.
-  """
-  logprobs, skill_logprobs = _same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs)
-  return jax.lax.stop_gradient(jax.nn.sigmoid(beta * (skill_logprobs - logprobs)))
-
-
-def opd_loss(*, logprobs, skill_logprobs, beta=5.0):
-  """SEED eq. (1) per token, [B, T]: gate * (stop_gradient(skill_logprobs) - logprobs).
-
-  Its gradient in logprobs is -gate: as printed and as coded, minimising it raises the likelihood of every sampled
-  token, by a weight in (0, 1); the gate never flips the sign (the reward's sign comes from the RL term). The value is
-  no divergence and may be negative.
-  """
-  logprobs, skill_logprobs = _same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs)
-  gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=beta)
-  return gate * (jax.lax.stop_gradient(skill_logprobs) - logprobs)
-
-
-def nll(*, logprobs):
-  """Negative log-likelihood, -logprobs, [B, T] in nats: the SFT loss of Stage 1."""
-  return -jnp.asarray(logprobs, jnp.float32)
-
-
-def token_entropy(logits):
-  """Exact entropy of softmax(logits), [..., V] -> [...] in nats; a logit of -inf (masked vocabulary) is absent."""
-  logprobs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32), axis=-1)
-  present = jnp.isfinite(logprobs)
-  return -jnp.sum(jnp.where(present, jnp.exp(logprobs) * jnp.where(present, logprobs, 0.0), 0.0), axis=-1)
 
 
 def masked_mean(values, mask):
@@ -111,7 +51,7 @@ def masked_mean(values, mask):
   Values under a zero mask have no influence and gradient exactly 0, even NaN and infinities. A loss upstream may still
   turn that 0 into 0 * inf: clear its inputs with the mask first, as the sums below do.
   """
-  values, mask = _same_shape(values=values, mask=mask)
+  values, mask = same_shape(values=values, mask=mask)
   return _divide(_masked_sum(values, mask), jnp.sum(mask))
 
 
@@ -134,19 +74,23 @@ def grpo_terms(
   advantages,
   mask,
   ref_logprobs=None,
+  sampler_logprobs=None,
   entropy=None,
   clip_low=0.2,
   clip_high=0.2,
   dual_clip: float | None = 3.0,
+  tis_cap: float | None = None,
   kl_estimator: str = "k3",
 ) -> Terms:
   """Sums over this batch of all that GRPO averages over tokens; see `grpo_loss` for the arguments.
 
   A masked position has gradient exactly 0 whatever it holds, for `logprobs` are cleared before any arithmetic.
   """
-  logprobs, old_logprobs, mask = _same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
+  if sampler_logprobs is None and tis_cap is not None:
+    raise ValueError(f"tis_cap={tis_cap} needs sampler_logprobs=[B, T], got None")
+  logprobs, old_logprobs, mask = same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
   logprobs = _clear(logprobs, mask)
-  ratio, advantages = _ratio_and_advantages(logprobs, old_logprobs, advantages)
+  ratio, advantages = ratio_and_advantages(logprobs, old_logprobs, advantages)
   clip = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
   values = {
     "pg_loss": clipped_surrogate(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, **clip),
@@ -160,9 +104,23 @@ def grpo_terms(
   if ref_logprobs is not None:
     values["kl"] = kl_penalty(logprobs=logprobs, ref_logprobs=ref_logprobs, estimator=kl_estimator)
   if entropy is not None:
-    _, values["entropy"] = _same_shape(logprobs=logprobs, entropy=entropy)
+    _, values["entropy"] = same_shape(logprobs=logprobs, entropy=entropy)
+  largest = {}
+  if sampler_logprobs is not None:
+    gap = jnp.abs(_clear(sampler_logprobs, mask) - _clear(old_logprobs, mask))
+    # KL(sampler || old): the tokens are the sampler's.
+    values |= {
+      "mismatch_mean": gap,
+      "mismatch_kl": kl_penalty(logprobs=sampler_logprobs, ref_logprobs=old_logprobs),
+    }
+    largest = {"largest": {"mismatch_max": jax.lax.stop_gradient(jnp.max(gap, initial=0.0))}}
+  if tis_cap is not None:
+    weights = truncated_importance_weights(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs, cap=tis_cap)
+    values["pg_loss"] = weights * values["pg_loss"]
+    values |= {"tis_weight_mean": weights, "tis_capped_fraction": weights >= tis_cap}
   zero = jnp.zeros((), jnp.float32)
-  return {"tokens": {"kl": zero, "entropy": zero} | {name: _masked_sum(value, mask) for name, value in values.items()}}
+  sums = {"kl": zero, "entropy": zero} | {name: _masked_sum(value, mask) for name, value in values.items()}
+  return {"tokens": sums} | largest
 
 
 def opd_terms(*, logprobs, skill_logprobs, mask, skill_mask, opd_beta=5.0, token_loss: Callable = opd_loss) -> Terms:
@@ -171,7 +129,7 @@ def opd_terms(*, logprobs, skill_logprobs, mask, skill_mask, opd_beta=5.0, token
   `token_loss(*, logprobs, skill_logprobs, beta)` is any per-token loss; `gate_square` is the second moment about one
   half (about the mean it would not add up, about zero it would lose the digits of a nearly constant gate).
   """
-  logprobs, skill_logprobs, mask = _same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs, mask=mask)
+  logprobs, skill_logprobs, mask = same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs, mask=mask)
   active = _skill_mask(mask, skill_mask)
   logprobs = _clear(logprobs, active)
   gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=opd_beta)
@@ -200,8 +158,9 @@ def grpo_loss(
     kl_coef: weight of the KL to the reference; without `ref_logprobs` there is no KL term.
     entropy_coef: weight of the entropy bonus.
     denominators: None, or {"tokens": ...} of the whole batch that this micro-batch belongs to.
-    **grpo: the other arguments of `grpo_terms`: logprobs, old_logprobs and ref_logprobs (None: no KL) [B, T],
-      advantages [B, T] or [B], clip_low, clip_high, dual_clip, kl_estimator.
+    **grpo: the other arguments of `grpo_terms`: logprobs, old_logprobs, ref_logprobs (None: no KL) and sampler_logprobs
+      (None: mismatch not measured) [B, T], advantages [B, T] or [B], clip_low, clip_high, dual_clip, tis_cap (None: no
+      importance weights), kl_estimator.
 
   Returns:
     (float32 scalar, metrics). With `denominators`, both are this micro-batch's additive share.
@@ -210,6 +169,8 @@ def grpo_loss(
   """
   _need_entropy(entropy, entropy_coef)
   counts = token_counts(mask=mask) if denominators is None else denominators
+  if entropy is not None and _is_zero(entropy_coef):
+    entropy = jax.lax.stop_gradient(entropy)  # only a metric: its gradient over the vocabulary need not be computed
   means = _means(grpo_terms(mask=mask, entropy=entropy, **grpo), counts)
   loss = means["pg_loss"] + kl_coef * means["kl"] - entropy_coef * means["entropy"]
   return loss, _metrics(loss, means)
@@ -224,6 +185,7 @@ def seed_loss(
   mask,
   skill_mask,
   ref_logprobs=None,
+  sampler_logprobs=None,
   entropy=None,
   opd_coef=0.01,
   opd_beta=5.0,
@@ -232,6 +194,7 @@ def seed_loss(
   clip_low=0.2,
   clip_high=0.2,
   dual_clip: float | None = 3.0,
+  tis_cap: float | None = None,
   kl_estimator: str = "k3",
   token_loss: Callable = opd_loss,
   denominators: Mapping[str, jax.Array] | None = None,
@@ -244,21 +207,24 @@ def seed_loss(
 
   Args:
     logprobs: [B, T] of the policy being trained, ordinary context.
-    old_logprobs: [B, T] of the policy that sampled.
+    old_logprobs: [B, T] of the policy at the start of the iteration's updates.
     advantages: [B, T] or [B].
     skill_logprobs: [B, T] of the same tokens with the skill in context.
     mask: [B, T], 1 on sampled tokens that count.
     skill_mask: [B, T] or [B], 1 where the trajectory has a parsed skill.
     ref_logprobs: [B, T] of the frozen reference, or None for no KL term.
+    sampler_logprobs: [B, T] as the sampler reported them, or None.
     entropy: [B, T] or None, see `grpo_loss`.
+    tis_cap: None, or the largest importance weight old / sampler of the policy gradient.
     token_loss: the distillation loss per token, called with (logprobs=, skill_logprobs=, beta=).
     denominators: None for this batch's own, or `token_counts` of the whole batch: see the top of this file.
 
   Returns:
     (float32 scalar, metrics): loss, pg_loss, kl, entropy, opd_loss, ratio_mean, old_kl, clip_low_fraction,
     clip_high_fraction, dual_clip_fraction, gate_mean, gate_std, gate_above_half, gap_mean, opd_active_ratio (tokens
-    with a skill / tokens). With `denominators`, shares that add up over micro-batches, `gate_square` in place of
-    `gate_std`: sum, then `finish_metrics`.
+    with a skill / tokens); with sampler_logprobs mismatch_mean, mismatch_max (of |sampler - old|) and mismatch_kl;
+    with tis_cap tis_weight_mean and tis_capped_fraction. With `denominators`, shares that add up over micro-batches
+    (`add_metrics`), `gate_square` in place of `gate_std`: sum, then `finish_metrics`.
   """
   counts = token_counts(mask=mask, skill_mask=skill_mask) if denominators is None else denominators
   rl, metrics = grpo_loss(
@@ -267,12 +233,14 @@ def seed_loss(
     advantages=advantages,
     mask=mask,
     ref_logprobs=ref_logprobs,
+    sampler_logprobs=sampler_logprobs,
     entropy=entropy,
     kl_coef=kl_coef,
     entropy_coef=entropy_coef,
     clip_low=clip_low,
     clip_high=clip_high,
     dual_clip=dual_clip,
+    tis_cap=tis_cap,
     kl_estimator=kl_estimator,
     denominators=counts,
   )
@@ -281,6 +249,11 @@ def seed_loss(
   loss = rl + opd_coef * means["opd_loss"]
   metrics = metrics | _metrics(loss, means)
   return loss, finish_metrics(metrics) if denominators is None else metrics
+
+
+def add_metrics(one: Mapping[str, jax.Array], other: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """The shares of two parts as that of both: sums, and of a metric named `..._max` the larger one."""
+  return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(one[name], other[name]) for name in one}
 
 
 def finish_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -297,11 +270,17 @@ def finish_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _means(terms: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  return {name: _divide(value, denominators[count]) for count, sums in terms.items() for name, value in sums.items()}
+  largest = terms.get("largest", {})
+  sums = {count: part for count, part in terms.items() if count != "largest"}
+  return largest | {name: _divide(x, denominators[count]) for count, part in sums.items() for name, x in part.items()}
 
 
 def _metrics(loss, means) -> dict[str, jax.Array]:
   return {name: jax.lax.stop_gradient(value) for name, value in ({"loss": loss} | means).items()}
+
+
+def _is_zero(coefficient) -> bool:
+  return isinstance(coefficient, (int, float)) and not coefficient
 
 
 def _need_entropy(entropy, entropy_coef):
@@ -311,34 +290,10 @@ def _need_entropy(entropy, entropy_coef):
     )
 
 
-def _ratio_and_advantages(logprobs, old_logprobs, advantages):
-  logprobs, old_logprobs = _same_shape(logprobs=logprobs, old_logprobs=old_logprobs)
-  log_ratio = logprobs - jax.lax.stop_gradient(old_logprobs)
-  advantages = jax.lax.stop_gradient(_per_token(advantages, logprobs, "advantages"))
-  return jnp.exp(jnp.minimum(log_ratio, _LOG_RATIO_CAP)), advantages
-
-
 def _skill_mask(mask, skill_mask):
   if skill_mask is None:
     return jnp.zeros_like(mask)
-  return mask * _per_token(skill_mask, mask, "skill_mask")
-
-
-def _per_token(values, like, name: str):
-  """[B] or [B, T] -> [B, T]. A [B] array is never left to broadcast over T, where B == T would hide the mistake."""
-  values = jnp.asarray(values, jnp.float32)
-  if values.ndim == like.ndim - 1 and values.shape == like.shape[:-1]:
-    values = values[..., None]
-  if values.shape not in (like.shape, like.shape[:-1] + (1,)):
-    raise ValueError(f"{name} has shape {values.shape}; want {like.shape}, or {like.shape[:-1]} for one value a row")
-  return jnp.broadcast_to(values, like.shape)
-
-
-def _same_shape(**arrays):
-  arrays = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
-  if len({array.shape for array in arrays.values()}) > 1:
-    raise ValueError("shapes differ: " + ", ".join(f"{name} {array.shape}" for name, array in arrays.items()))
-  return arrays.values()
+  return mask * per_token(skill_mask, mask, "skill_mask")
 
 
 def _clear(values, mask):

@@ -74,39 +74,60 @@ def score_pair(
   others are 0.
   """
 
+  width = max(ordinary.tokens.shape[-1], skill.tokens.shape[-1])
+
   def one(i):
-    rows = interleave(_at(ordinary, i), _at(skill, i))
+    rows = interleave(widened(_at(ordinary, i), width), widened(_at(skill, i), width))
     both = interleave(_at(targets, i), _at(targets, i))  # the same action ids in both rows
     return jnp.stack(split_pair(response_logprobs(params, rows, both, config, temperature=temperature)[0]))
 
   with jax.named_scope("score_pair"):
-    pair = _over_micro_batches(one, count, (2, *targets.shape[1:]), targets.shape[0])
+    pair = _over_micro_batches(one, 0, count, (2, *targets.shape[1:]), targets.shape[0])
   return pair[:, 0], pair[:, 1]
 
 
 @jax.jit(static_argnames=("config", "temperature"))
 def score(
-  params, context: Context, targets: jax.Array, count: jax.Array, config: ModelConfig, *, temperature: float = 1.0
+  params,
+  context: Context,
+  targets: jax.Array,
+  count: jax.Array,
+  config: ModelConfig,
+  *,
+  temperature: float = 1.0,
+  start: jax.Array | None = None,
 ) -> jax.Array:
-  """Log-probabilities [M, B, R] in one context, e.g. of the frozen reference policy."""
+  """Log-probabilities [M, B, R] in one context, e.g. of the frozen reference policy; only the micro-batches from
+  `start` (None: 0) up to `count` are computed, the others are 0.
+  """
 
   def one(i):
     return response_logprobs(params, _at(context, i), _at(targets, i), config, temperature=temperature)[0]
 
   with jax.named_scope("score"):
-    return _over_micro_batches(one, count, targets.shape[1:], targets.shape[0])
+    return _over_micro_batches(one, 0 if start is None else start, count, targets.shape[1:], targets.shape[0])
+
+
+def widened(context: Context, width: int) -> Context:
+  """Rows of one micro-batch with padding behind, so that they are `width` tokens long."""
+  behind = width - context.tokens.shape[-1]
+  if not behind:
+    return context
+  wide = lambda x: jnp.pad(x, ((0, 0), (0, behind)))  # noqa: E731
+  tokens, positions, segments = (wide(x) for x in (context.tokens, context.positions, context.segment_ids))
+  return context.replace(tokens=tokens, positions=positions, segment_ids=segments)
 
 
 def _at(tree, i):
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=0, keepdims=False), tree)
 
 
-def _over_micro_batches(function, count, shape, num_micro):
-  """[num_micro, *shape] with function(i) at i < count; the last two axes are [B, R], rows sharded."""
+def _over_micro_batches(function, start, count, shape, num_micro):
+  """[num_micro, *shape] with function(i) at start <= i < count; the last two axes are [B, R], rows sharded."""
   spec = jax.sharding.PartitionSpec(*([None] * (len(shape) - 1)), ROWS, None)
   out = jnp.zeros((num_micro, *shape), jnp.float32, out_sharding=spec)
 
   def body(i, out):
     return jax.lax.dynamic_update_index_in_dim(out, function(i), i, axis=0)
 
-  return jax.lax.fori_loop(0, count, body, out)
+  return jax.lax.fori_loop(start, count, body, out)

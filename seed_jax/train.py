@@ -10,7 +10,7 @@ import time
 import jax
 import numpy as np
 
-from seed_jax import batching, methods, optimizer, score, update
+from seed_jax import batching, learn, methods, optimizer, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.rollout import Episode, play
@@ -33,6 +33,7 @@ def run_train(run: Run) -> dict:
   reference = params if loss_config.kl_coef else None
   chain = optimizer.make_optimizer(optimizer_config(c.optimizer), c.iterations * c.minibatches)
   step_fn = update.make_update(model, MethodLoss(method, loss_config), chain, temperature=loss_config.temperature)
+  scoring = learn.Scoring(model, method, loss_config, c.rescore)
   with jax.set_mesh(run.mesh):
     state = update.init_state(params, chain)
 
@@ -48,10 +49,6 @@ def run_train(run: Run) -> dict:
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
-  if c.rescore not in ("iteration", "minibatch"):
-    raise ConfigError(
-      f"train.rescore={c.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)"
-    )
   if len(pool_of_tasks) < c.tasks_per_iteration:
     raise ConfigError(
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
@@ -93,34 +90,26 @@ def run_train(run: Run) -> dict:
           normalize=c.normalize,
           per_step=c.per_step,
           advantage=method.advantage,
+          num_groups=c.tasks_per_iteration,
+          num_turns=c.tasks_per_iteration * c.group_size * run.config.rollout.max_steps,
         )
         samples = batching.episode_samples(
           trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None
         )
         samples, log["samples_dropped"] = batching.that_fit(samples, shapes)
-        parts = _mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
+        parts = learn.mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
         with jax.set_mesh(run.mesh):
           minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
+        log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])
 
-      # ---- 4. both branches scored by the policy that sampled; the reference
+      # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
       with timer("score"), jax.set_mesh(run.mesh):
-        minibatches = [
-          [scored(b, state.params, reference, model, loss_config, method) for b in part] for part in minibatches
-        ]
-        log |= mismatch([b for part in minibatches for b in part])
+        minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
 
       # ---- 5. the update
       with timer("update"), jax.set_mesh(run.mesh):
-        updates = []
-        for number, part in enumerate(minibatches):
-          if number and c.rescore == "minibatch" and method.needs_skills:
-            part = [rescored(b, state.params, model, loss_config) for b in part]
-          state, metrics = step_fn(
-            state, [b.replace(skill=None) for b in part]
-          )  # only ordinary rows are differentiated
-          updates.append(metrics)
-        updates = jax.device_get(updates)
-      log |= {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
+        state, metrics = learn.update_all(step_fn, state, minibatches, scoring)
+      log |= metrics
 
       # ---- 6. what happened
       log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
@@ -163,46 +152,6 @@ def episode_metrics(trajectories) -> dict[str, float]:
     "tied_groups": float(np.mean([len(set(g)) == 1 for g in groups.values()])) if groups else 0.0,
     "errors": float(len(trajectories) - len(played)),
   }
-
-
-def scored(batch, params, reference, model, loss: LossConfig, method):
-  """The batch with old (and skill, and reference) log-probabilities, all without gradient."""
-  t = loss.temperature
-  if method.needs_skills:
-    old, skill = score.score_pair(params, batch.ordinary, batch.skill, batch.targets, batch.count, model, temperature=t)
-    batch = batch.replace(old_logprobs=old, skill_logprobs=skill)
-  else:
-    batch = batch.replace(
-      old_logprobs=score.score(params, batch.ordinary, batch.targets, batch.count, model, temperature=t)
-    )
-  if reference is not None:
-    batch = batch.replace(
-      ref_logprobs=score.score(reference, batch.ordinary, batch.targets, batch.count, model, temperature=t)
-    )
-  return batch
-
-
-def rescored(batch, params, model, loss: LossConfig):
-  """The paper's notation, rescore="minibatch": the skill branch by the current parameters; the old branch stays the
-  sampler's.
-  """
-  skill = score.score(params, batch.skill, batch.targets, batch.count, model, temperature=loss.temperature)
-  return batch.replace(skill_logprobs=skill)
-
-
-def mismatch(batches) -> dict[str, float]:
-  """Mean and largest |sampler - scorer| log-probability of the sampled tokens: 1e-5 in float32, or it is a fault."""
-  gaps = [np.abs(np.asarray(b.sampler_logprobs) - np.asarray(b.old_logprobs)) * np.asarray(b.mask) for b in batches]
-  tokens = sum(float(np.asarray(b.mask).sum()) for b in batches)
-  return {
-    "mismatch_mean": sum(float(g.sum()) for g in gaps) / max(tokens, 1.0),
-    "mismatch_max": max(float(g.max()) for g in gaps),
-  }
-
-
-def _mini_batches(samples, count, seed):
-  order = np.random.default_rng(seed).permutation(len(samples))
-  return [[samples[i] for i in sorted(part)] for part in np.array_split(order, min(count, max(len(samples), 1)))]
 
 
 def _summary(run, method, start_from, seconds) -> dict:

@@ -35,7 +35,7 @@ class TrainState:
 @flax.struct.dataclass
 class Batch:
   """Packed rows of one row length with what the loss needs per response token; `count` micro-batches of the M are
-  filled.
+  filled, and the first `skill_count` of them hold a sample with a skill.
   """
 
   ordinary: Context
@@ -46,7 +46,11 @@ class Batch:
   advantages: jax.Array  # [M, B, R] float32
   sampler_logprobs: jax.Array  # [M, B, R] float32, as the engine reported them
   count: jax.Array  # [] int32
-  old_logprobs: jax.Array | None = None  # [M, B, R] float32 of the policy that sampled, scored
+  skill_count: jax.Array  # [] int32
+  old_logprobs: jax.Array | None = None  # [M, B, R] float32 of the policy at the start of the iteration's updates
+  # [] bool: the policy is still that one, so `old_logprobs` hold nothing and the update's own are taken. A value and no
+  # structure, so that the first mini-batch and the others share a program.
+  own_old: jax.Array | None = None
   skill_logprobs: jax.Array | None = None
   ref_logprobs: jax.Array | None = None
 
@@ -58,6 +62,7 @@ class LossConfig:
   clip_low: float = 0.2
   clip_high: float = 0.2
   dual_clip: float | None = 3.0
+  tis_cap: float | None = None
   kl_coef: float = 0.01
   kl_estimator: str = "k3"
   entropy_coef: float = 0.0
@@ -80,6 +85,9 @@ class MethodLoss:
 
   def __call__(self, logprobs, entropy, batch, denominators):
     c = self.config
+    old = batch.old_logprobs
+    if batch.own_old is not None:
+      old = jnp.where(batch.own_old, jax.lax.stop_gradient(logprobs), old)
     skill = {}
     if self.method.needs_skills:
       skill = {
@@ -90,16 +98,18 @@ class MethodLoss:
       }
     return self.method.loss(
       logprobs=logprobs,
-      old_logprobs=batch.old_logprobs,
+      old_logprobs=old,
       advantages=batch.advantages,
       mask=batch.mask,
       ref_logprobs=batch.ref_logprobs,
+      sampler_logprobs=batch.sampler_logprobs,
       entropy=entropy,
       kl_coef=c.kl_coef,
       entropy_coef=c.entropy_coef,
       clip_low=c.clip_low,
       clip_high=c.clip_high,
       dual_clip=c.dual_clip,
+      tis_cap=c.tis_cap,
       kl_estimator=c.kl_estimator,
       denominators=denominators,
       **skill,
@@ -125,71 +135,83 @@ def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainSt
   return TrainState(step, jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params))
 
 
-def make_update(config: ModelConfig, loss: Loss, optimizer: optax.GradientTransformation, *, temperature: float = 1.0):
-  """The update step: update(state, [Batch, ...]) -> (state, metrics), state donated. Compiled once a row length."""
+class Update:
+  """The update step: update(state, [Batch, ...]) -> (state, metrics), state donated. Compiled once a row shape."""
 
-  @jax.jit(donate_argnums=(1, 2))
-  def accumulate(params, grads, metrics, batch: Batch, denominators):
-    def share(params, micro):
+  def __init__(
+    self, config: ModelConfig, loss: Loss, optimizer: optax.GradientTransformation, *, temperature: float = 1.0
+  ):
+    def share(params, micro, denominators):
       logprobs, entropy = response_logprobs(params, micro.ordinary, micro.targets, config, temperature=temperature)
       return loss(logprobs, entropy, micro, denominators)
 
-    def body(i, carry):
-      grads, metrics = carry
-      micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) if x.ndim else x, batch)
-      (_, new_metrics), new_grads = jax.value_and_grad(share, has_aux=True)(params, micro)
-      return jax.tree.map(jnp.add, grads, new_grads), jax.tree.map(jnp.add, metrics, new_metrics)
+    def accumulate(params, grads, metrics, batch: Batch, denominators):
+      def body(i, carry):
+        grads, metrics = carry
+        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) if x.ndim else x, batch)
+        (_, new_metrics), new_grads = jax.value_and_grad(share, has_aux=True)(params, micro, denominators)
+        return jax.tree.map(jnp.add, grads, new_grads), losses.add_metrics(metrics, new_metrics)
 
-    with jax.named_scope("update"):
-      return jax.lax.fori_loop(0, batch.count, body, (grads, metrics))
+      with jax.named_scope("update"):
+        return jax.lax.fori_loop(0, batch.count, body, (grads, metrics))
 
-  @jax.jit(donate_argnums=0)
-  def apply(state: TrainState, grads, metrics):
-    norm = optax.global_norm(grads)
-    finite = jnp.isfinite(norm)
-    # optax knows no explicit axes; its results keep the specs of what they replace
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state.opt_state))
-    updates, opt_state = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)(
-      grads, state.opt_state, state.params
-    )
-    new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-    # A step with NaN gradients is skipped as a whole: moments that once held a NaN never recover.
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state.replace(step=state.step + 1))
-    return new, losses.finish_metrics(metrics) | {"grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
+    def apply(state: TrainState, grads, metrics):
+      norm = optax.global_norm(grads)
+      finite = jnp.isfinite(norm)
+      # optax knows no explicit axes; its results keep the specs of what they replace
+      specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state.opt_state))
+      updates, opt_state = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)(
+        grads, state.opt_state, state.params
+      )
+      new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+      # A step with NaN gradients is skipped as a whole: moments that once held a NaN never recover.
+      new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state.replace(step=state.step + 1))
+      return new, losses.finish_metrics(metrics) | {"grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
 
-  @jax.jit
-  def zeros(params):
-    return jax.tree.map(jnp.zeros_like, params)
+    def zeros(params, batch, denominators):
+      first = lambda batch: jax.tree.map(lambda x: x[0] if x.ndim else x, batch)  # noqa: E731
+      _, metrics = jax.eval_shape(lambda p, b, d: share(p, first(b), d), params, batch, denominators)
+      return jax.tree.map(jnp.zeros_like, params), {name: jnp.zeros((), jnp.float32) for name in metrics}
 
-  names: list[str] = []  # of the loss's metrics; known after the first trace
+    self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2))
+    self._apply = jax.jit(apply, donate_argnums=0)
+    self._zeros = jax.jit(zeros)
 
-  def metric_names(params, batch, denominators):
-    def probe(params, batch):
-      micro = jax.tree.map(lambda x: x[0] if x.ndim else x, batch)
-      logprobs, entropy = response_logprobs(params, micro.ordinary, micro.targets, config, temperature=temperature)
-      return loss(logprobs, entropy, micro, denominators)[1]
-
-    return tuple(jax.eval_shape(probe, params, batch))
-
-  @jax.jit
-  def zero_metrics():
-    return {name: jnp.zeros((), jnp.float32) for name in names}
-
-  def update(state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict]:
-    denominators = total_counts([(b.mask, b.skill_mask) for b in batches])
-    if not names:
-      names.extend(metric_names(state.params, batches[0], denominators))
-    grads = zeros(state.params)
-    metrics = zero_metrics()
+  def __call__(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict]:
+    denominators = total_counts(batches)
+    grads, metrics = self._zeros(state.params, batches[0], denominators)
     for batch in batches:
-      grads, metrics = accumulate(state.params, grads, metrics, batch, denominators)
-    return apply(state, grads, metrics)
+      grads, metrics = self._accumulate(state.params, grads, metrics, batch, denominators)
+    return self._apply(state, grads, metrics)
 
-  return update
+  def compile(self, state: TrainState, batch: Batch) -> None:
+    """Compiles all that an update with batches like this one calls, and runs nothing: the state stays as it is."""
+    denominators = total_counts([batch])
+    grads, metrics = self._zeros(state.params, batch, denominators)
+    self._accumulate.lower(state.params, grads, metrics, batch, denominators).compile()
+    self._apply.lower(state, grads, metrics).compile()
+
+
+def make_update(
+  config: ModelConfig, loss: Loss, optimizer: optax.GradientTransformation, *, temperature: float = 1.0
+) -> Update:
+  """The update step of a loss and an optimizer."""
+  return Update(config, loss, optimizer, temperature=temperature)
+
+
+def total_counts(batches: Sequence[Batch]) -> dict[str, jax.Array]:
+  """Denominators of a mini-batch: sums over all its row shapes (and, the arrays being global, over all hosts)."""
+  counts = _no_counts()
+  for batch in batches:
+    counts = _add_counts(counts, batch.mask, batch.skill_mask)
+  return counts
 
 
 @jax.jit
-def total_counts(masks) -> dict[str, jax.Array]:
-  """Denominators of a mini-batch: sums over all its row lengths (and, the arrays being global, over all hosts)."""
-  counts = [losses.token_counts(mask=mask, skill_mask=skill_mask) for mask, skill_mask in masks]
-  return {name: sum(count[name] for count in counts) for name in counts[0]}
+def _no_counts():
+  return losses.token_counts(mask=jnp.zeros((1, 1)))
+
+
+@jax.jit
+def _add_counts(counts, mask, skill_mask):
+  return jax.tree.map(jnp.add, counts, losses.token_counts(mask=mask, skill_mask=skill_mask))

@@ -94,6 +94,19 @@ def test_a_methods_own_advantage_is_asked():
   np.testing.assert_array_equal(asked["weights"], [0.5, 0.5, 1.0, 0.0])  # filled to a power of two, without weight
 
 
+def test_a_bound_on_the_turns_gives_one_compiled_shape():
+  asked = []
+
+  def advantage(returns, group_ids, *, num_groups, **options):
+    asked.append((len(returns), num_groups))
+    return np.asarray(returns)
+
+  for trajectories in (PAIR, PAIR[:1], []):
+    out = batching.turn_advantages(trajectories, advantage=advantage, num_turns=12, num_groups=3)
+    assert sum(map(len, out)) == sum(t.length for t in trajectories)
+  assert asked == [(12, 3)] * 3
+
+
 EPISODE = [turn([10, 11], [1, 2]), turn([12], [3]), turn([13, 14], [4, 5, 6])]
 SKILL = [10, 90, 91, 11]
 
@@ -189,8 +202,53 @@ def test_skills_can_be_left_out_of_a_batch():
   assert batch.skill is None
 
 
-@pytest.mark.parametrize("count, micro", [(1, 1), (2, 1), (3, 2), (5, 4), (9, 8)])
-def test_the_number_of_micro_batches_is_a_power_of_two_and_the_count_says_what_is_filled(count, micro):
-  (batch,) = batching.to_batches([sample(8, 2)] * count, [RowShape(8, 2, 2)], sharding.make_mesh(), skills=False)
-  assert batch.targets.shape == (micro, 2, 2) and int(batch.count) == -(-count // 2)
-  assert float(batch.mask[int(batch.count) :].sum()) == 0
+@pytest.mark.parametrize(
+  "count, filled", [(1, [1]), (2, [1]), (3, [2]), (7, [4]), (8, [4]), (9, [4, 1]), (17, [4, 4, 1])]
+)
+def test_every_batch_has_the_same_number_of_micro_batches_and_its_count_says_what_is_filled(count, filled):
+  batches = batching.to_batches(
+    [sample(8, 2)] * count, [RowShape(8, 2, 2)], sharding.make_mesh(), skills=False, micro_batches=4
+  )
+  assert [int(b.count) for b in batches] == filled
+  for batch in batches:
+    assert batch.targets.shape == (4, 2, 2) and float(batch.mask[int(batch.count) :].sum()) == 0
+  assert sum(float(b.mask.sum()) for b in batches) == 2 * count
+
+
+def test_no_samples_are_one_empty_batch():
+  (batch,) = batching.to_batches([], [RowShape(16, 4, 1), RowShape(8, 2, 2)], sharding.make_mesh(), skills=True)
+  assert batch.ordinary.tokens.shape == (batching.MICRO_BATCHES, 2, 8) and int(batch.count) == 0
+  assert float(batch.mask.sum()) == 0 and int(batch.skill_count) == 0
+
+
+def test_rows_with_a_skill_come_first_and_what_has_none_fills_them_up():
+  some = [sample(10, 1), sample(3, 1), sample(9, 1, skill=12), sample(8, 1), sample(7, 1, skill=9)]
+  shape = RowShape(12, 8, 1, skill_length=15)
+  rows = batching.pack(some, [shape])[shape]
+  # by length 12 | 9; the 9 does not fit beside the 12 (9 + 7 > 12). Then 10 and 8 begin rows, 3 fits the first: 9 + 3
+  # ordinary tokens of 12, 12 + 3 of 15 in the skill context.
+  assert [[len(s.tokens) for s in row] for row in rows] == [[9, 3], [7], [10], [8]]
+  (batch,) = batching.to_batches(some, [shape], sharding.make_mesh(), skills=True)
+  assert int(batch.count) == 4 and int(batch.skill_count) == 2
+  assert batch.ordinary.tokens.shape[-1] == 12 and batch.skill.tokens.shape[-1] == 15
+
+
+def test_a_longer_skill_row_fills_the_ordinary_one():
+  some = [sample(10, 2, skill=14) for _ in range(4)]
+  equal, longer = RowShape(20, 8, 1), RowShape(20, 8, 1, skill_length=28)
+  assert len(batching.pack(some, [equal])[equal]) == 4 and len(batching.pack(some, [longer])[longer]) == 2
+  assert longer.holds(sample(20, 2, skill=28)) and not longer.holds(sample(20, 2, skill=29))
+
+
+def test_the_padded_layout_has_a_row_for_each_sample():
+  shapes = [RowShape(8, 4, 2), RowShape(16, 4, 2)]
+  some = [sample(6, 2), sample(5, 2, skill=7), sample(16, 2)]
+  mesh = sharding.make_mesh()
+  padded = batching.to_batches(some, shapes, mesh, skills=False, place=batching.one_per_row)
+  packed = batching.to_batches(some, shapes, mesh, skills=False)
+  assert [(b.ordinary.tokens.shape[-1], int(b.count)) for b in padded] == [(16, 2)]
+  assert sorted((b.ordinary.tokens.shape[-1], int(b.count)) for b in packed) == [(8, 1), (16, 1)]
+  # 27 tokens in two micro-batches of 2 x 16 columns, or in one of 2 x 8 and one of 2 x 16
+  assert batching.row_fill(some, padded) == 27 / 64 and batching.row_fill(some, packed) == 27 / 48
+  with pytest.raises(ValueError, match="17 tokens"):
+    batching.one_per_row([sample(17, 2)], shapes)

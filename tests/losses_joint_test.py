@@ -1,5 +1,7 @@
 """The joint objective: right values of independent implementations, a plain loop, metrics, micro-batches, sharding."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -140,6 +142,33 @@ def test_metrics_by_hand():
   assert m["kl"] == 0 and "gate_square" not in m
 
 
+def test_three_policies_by_hand():
+  # The policy being trained, the one at the start of the updates, the one that sampled; the last token is masked.
+  new, old, sampler = (LOG(np.array([[*p, 0.9]])) for p in ([0.6, 0.2, 0.3], [0.5, 0.4, 0.3], [0.5, 0.1, 0.6]))
+  common = dict(
+    logprobs=new,
+    old_logprobs=old,
+    advantages=np.ones((1, 4)),
+    mask=np.array([[1, 1, 1, 0]]),
+    sampler_logprobs=sampler + np.array([[0, 0, 0, 5.0]]),
+  )
+  loss, m = losses.grpo_loss(**common, tis_cap=2.0)
+  # ratios new / old: 1.2, 0.5, 1 (none is clipped); weights old / sampler: 1, min(4, 2), 0.5
+  np.testing.assert_allclose(loss, -(1.2 * 1 + 0.5 * 2 + 1 * 0.5) / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["ratio_mean"], 2.7 / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["tis_weight_mean"], 3.5 / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["tis_capped_fraction"], 1 / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["mismatch_mean"], (LOG(4) + LOG(2)) / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["mismatch_max"], LOG(4), rtol=1e-5)
+  # k3 of KL(sampler || old) with r = old / sampler: r - 1 - log r
+  np.testing.assert_allclose(m["mismatch_kl"], (0 + (3 - LOG(4)) + (-0.5 + LOG(2))) / 3, rtol=1e-5)
+  plain, measured = losses.grpo_loss(**common)
+  np.testing.assert_allclose(plain, -2.7 / 3, rtol=1e-5)
+  assert "tis_weight_mean" not in measured and measured["mismatch_max"] == m["mismatch_max"]
+  with pytest.raises(ValueError, match=r"tis_cap=2.0 needs sampler_logprobs"):
+    losses.grpo_loss(**{k: v for k, v in common.items() if k != "sampler_logprobs"}, tis_cap=2.0)
+
+
 def test_gate_std_keeps_its_digits_where_the_gate_hardly_moves():
   rng = np.random.default_rng(1)
   logprobs = np.full((4, 50), -1.0, np.float32)
@@ -156,10 +185,11 @@ def test_gate_std_keeps_its_digits_where_the_gate_hardly_moves():
 @pytest.mark.parametrize("pieces", [[1] * 6, [3, 3], [1, 1, 4]])
 def test_micro_batches_add_up(pieces):
   b = random_batch(seed=7)
+  b["sampler_logprobs"] = b["old_logprobs"] + np.linspace(-1, 2, 30, dtype=np.float32).reshape(6, 5)
 
   def run(batch, denominators=None):
     def loss(x):
-      return losses.seed_loss(**(batch | dict(logprobs=x)), entropy_coef=0.1, denominators=denominators)
+      return losses.seed_loss(**(batch | dict(logprobs=x)), entropy_coef=0.1, tis_cap=1.5, denominators=denominators)
 
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(batch["logprobs"])
     return value, metrics, gradient
@@ -172,7 +202,7 @@ def test_micro_batches_add_up(pieces):
   parts = [run(m, denominators) for m in micro]
   np.testing.assert_allclose(sum(p[0] for p in parts), value, atol=1e-6)
   np.testing.assert_allclose(np.concatenate([p[2] for p in parts]), gradient, atol=1e-6)
-  total = losses.finish_metrics(jax.tree.map(lambda *x: sum(x), *[p[1] for p in parts]))
+  total = losses.finish_metrics(functools.reduce(losses.add_metrics, [p[1] for p in parts]))
   assert total.keys() == metrics.keys()
   for name in metrics:
     np.testing.assert_allclose(total[name], metrics[name], atol=1e-6, err_msg=name)

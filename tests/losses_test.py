@@ -109,6 +109,22 @@ def test_opd_gradient_is_minus_the_gate():
   np.testing.assert_allclose(jax.grad(loss)(b["logprobs"]), -m * gate / m.sum(), atol=1e-7)
 
 
+def test_truncated_importance_weights_by_hand():
+  old, sampler = LOG([[0.5, 0.4, 0.9, 0.2]]), LOG([[0.5, 0.8, 0.3, 0.1]])
+  weights = losses.truncated_importance_weights(old_logprobs=old, sampler_logprobs=sampler, cap=2.5)
+  np.testing.assert_allclose(weights, [[1.0, 0.5, 2.5, 2.0]], rtol=1e-6)  # the third would be 3
+  far = losses.truncated_importance_weights(old_logprobs=[[0.0, -500.0]], sampler_logprobs=[[-500.0, 0.0]], cap=4.0)
+  np.testing.assert_array_equal(far, [[4.0, 0.0]])
+
+  def total(old, sampler):
+    return losses.truncated_importance_weights(old_logprobs=old, sampler_logprobs=sampler, cap=2.5).sum()
+
+  for gradient in jax.grad(total, argnums=(0, 1))(jnp.asarray(old), jnp.asarray(sampler)):
+    np.testing.assert_array_equal(gradient, 0.0)
+  with pytest.raises(ValueError, match=r"tis_cap=0.0 must be above 0"):
+    losses.truncated_importance_weights(old_logprobs=old, sampler_logprobs=sampler, cap=0.0)
+
+
 def test_token_entropy_by_hand():
   logits = np.log(np.array([[0.5, 0.25, 0.25], [1.0, 1.0, 1.0]]))
   # .5 ln 2 + .5 ln 4 = 1.039721; ln 3 = 1.098612; a masked entry: ln 2
@@ -128,7 +144,9 @@ def test_only_the_policys_logprobs_carry_gradient():
     rest = dict(
       old_logprobs=old_logprobs, advantages=advantages, skill_logprobs=skill_logprobs, ref_logprobs=ref_logprobs
     )
-    return losses.seed_loss(**(b | rest), opd_coef=1.0, kl_coef=1.0)[0]
+    # The sampler is further off than old: the weights that truncate nothing would move with old.
+    sampler = dict(sampler_logprobs=b["old_logprobs"] - 0.1, tis_cap=9.0)
+    return losses.seed_loss(**(b | rest), **sampler, opd_coef=1.0, kl_coef=1.0)[0]
 
   constants = [jnp.asarray(b[k]) for k in ("old_logprobs", "advantages", "skill_logprobs", "ref_logprobs")]
   for gradient in jax.grad(loss, argnums=(0, 1, 2, 3))(*constants):
@@ -170,14 +188,15 @@ def test_masked_mean():
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
 def test_masked_positions_never_matter(poison):
   b = random_batch()
-  arrays = ("logprobs", "old_logprobs", "skill_logprobs", "ref_logprobs", "entropy")
+  b["sampler_logprobs"] = b["old_logprobs"] + 0.1
+  arrays = ("logprobs", "old_logprobs", "skill_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")
   bad = b | {k: np.where(b["mask"] > 0, b[k], poison).astype(np.float32) for k in arrays}
   bad["skill_logprobs"][2] = poison  # the row without a skill
   bad["advantages"] = np.where(np.arange(6) == 1, poison, b["advantages"]).astype(np.float32)
 
   def run(batch):
     def loss(x, h):
-      return losses.seed_loss(**(batch | dict(logprobs=x, entropy=h)), entropy_coef=0.1)
+      return losses.seed_loss(**(batch | dict(logprobs=x, entropy=h)), entropy_coef=0.1, tis_cap=2.0)
 
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(batch["logprobs"], batch["entropy"])
 

@@ -1,7 +1,5 @@
 """The helpers of the training stage: which tasks an iteration plays and what it reports."""
 
-import types
-
 import numpy as np
 import pytest
 
@@ -65,24 +63,3 @@ def test_episode_metrics_by_hand():
 def test_episode_metrics_of_nothing_are_zero():
   log = train.episode_metrics([episode(0, False, error="died")])
   assert log.pop("errors") == 1.0 and set(log.values()) == {0.0}
-
-
-def test_mismatch_counts_sampled_tokens_alone():
-  batch = types.SimpleNamespace(
-    sampler_logprobs=np.asarray([[-1.0, -2.0, 0.0]]),
-    old_logprobs=np.asarray([[-1.5, -2.25, -9.0]]),
-    mask=np.asarray([[1.0, 1.0, 0.0]]),
-  )
-  nothing = types.SimpleNamespace(
-    sampler_logprobs=np.zeros((1, 2)), old_logprobs=np.ones((1, 2)), mask=np.zeros((1, 2))
-  )
-  assert train.mismatch([batch, nothing]) == {"mismatch_mean": 0.375, "mismatch_max": 0.5}
-  assert train.mismatch([nothing]) == {"mismatch_mean": 0.0, "mismatch_max": 0.0}
-
-
-def test_mini_batches_share_out_every_sample_once():
-  parts = train._mini_batches(list(range(10)), 3, seed=5)
-  assert sorted(sum(parts, [])) == list(range(10)) and [len(p) for p in parts] == [4, 3, 3]
-  assert all(p == sorted(p) for p in parts) and parts == train._mini_batches(list(range(10)), 3, seed=5)
-  assert [len(p) for p in train._mini_batches([1, 2], 4, seed=5)] == [1, 1]
-  assert train._mini_batches([], 2, seed=5) == [[]]

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from batch_cases import CONFIG, samples
 
 from seed_jax import batching, losses, methods, score, sharding, update
-from seed_jax.batching import RowShape, Sample
+from seed_jax.batching import RowShape
 from seed_jax.models import decoder
-from seed_jax.models.config import ModelConfig
 from seed_jax.update import LossConfig, MethodLoss
 
-CONFIG = ModelConfig("Qwen2ForCausalLM", 64, 32, 2, 4, 2, 8, 48, qkv_bias=True, rope_theta=100.0)
 SHAPES = (RowShape(24, 16, 8), RowShape(48, 32, 8))
 LOSS = LossConfig(kl_coef=0.05, opd_coef=0.3, entropy_coef=0.01, temperature=0.8)
 
@@ -24,33 +23,6 @@ LOSS = LossConfig(kl_coef=0.05, opd_coef=0.3, entropy_coef=0.01, temperature=0.8
 @pytest.fixture(scope="module")
 def params():
   return jax.tree.map(lambda x: x * 1.5 if x.ndim > 2 else x, decoder.init(jax.random.key(1), CONFIG))
-
-
-def samples(count=11, seed=0, skills=True):
-  """Conversations of two turns: prompt, response, prompt, response; the skill context has a longer first prompt."""
-  rng = np.random.default_rng(seed)
-  made = []
-  for i in range(count):
-    p1, r1, p2, r2 = (rng.integers(2, 60, n).astype(np.int32) for n in rng.integers([3, 1, 2, 1], [7, 5, 5, 6]))
-    skill = rng.integers(2, 60, 4).astype(np.int32)
-    tokens = np.concatenate([p1, r1, p2, r2])
-    index = np.concatenate(
-      [len(p1) - 1 + np.arange(len(r1)), len(p1) + len(r1) + len(p2) - 1 + np.arange(len(r2))]
-    ).astype(np.int32)
-    targets = np.concatenate([r1, r2])
-    has = skills and i % 3 != 0
-    made.append(
-      Sample(
-        tokens[:-1],
-        index,
-        targets,
-        rng.normal(size=len(targets)).astype(np.float32),
-        np.zeros(len(targets), np.float32),
-        np.concatenate([p1[:1], skill, tokens[1:-1]]) if has else None,
-        index + 4 if has else None,
-      )
-    )
-  return made
 
 
 def one_by_one(params, sample, which):
@@ -78,6 +50,7 @@ def by_sample(batches, field, some, shapes=SHAPES):
   values = {}
   for batch, (_, rows) in zip(batches, batching.pack(some, shapes).items(), strict=True):
     flat = np.asarray(getattr(batch, field)).reshape(-1, batch.targets.shape[-1])
+    assert len(rows) <= len(flat)
     for line, row in zip(flat, rows, strict=False):
       at = 0
       for s in row:

@@ -1,0 +1,167 @@
+"""The learning half of an iteration: mini-batches of its samples, the scoring that each needs, and their updates.
+
+Shapes: M micro-batches, B rows, R response tokens of a row.
+
+What is scored, in units of one forward pass over the ordinary rows (no gradient anywhere here):
+
+| mini-batch | old (ordinary context)                            | skill context                     |
+|------------|---------------------------------------------------|-----------------------------------|
+| first      | nothing: the update's own, the policy is the same | one pass                          |
+| later      | one pass, before the first update                 | the other rows of that pass       |
+|            | with rescore = "minibatch": one pass              | one pass, just before its update  |
+
+plus one pass by the reference where the loss has a KL term. Micro-batches in which no sample has a skill are left out
+of the skill context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from seed_jax import batching, score
+from seed_jax.batching import RowShape, Sample
+from seed_jax.methods import Method
+from seed_jax.models.config import ModelConfig
+from seed_jax.update import Batch, LossConfig, TrainState, Update
+
+RESCORE = ("iteration", "minibatch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+  """What decides which passes a mini-batch needs.
+
+  rescore: "iteration" (official code) scores the skill context with the policy at the start of the iteration,
+    "minibatch" (the paper's notation) with the current one.
+  """
+
+  model: ModelConfig
+  method: Method
+  loss: LossConfig
+  rescore: str = "iteration"
+
+  def __post_init__(self):
+    if self.rescore not in RESCORE:
+      raise ValueError(
+        f"rescore={self.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)"
+      )
+
+
+def mini_batches(samples: Sequence[Sample], count: int, seed: int) -> list[list[Sample]]:
+  """`count` parts of nearly equal size, drawn from the seed; the order within a part is that of `samples`."""
+  order = np.random.default_rng(seed).permutation(len(samples))
+  return [[samples[i] for i in sorted(part)] for part in np.array_split(order, min(count, max(len(samples), 1)))]
+
+
+def scored(batch: Batch, params, reference, scoring: Scoring, *, first: bool) -> Batch:
+  """The batch with all log-probabilities that the update cannot compute itself, by the policy `params` that the
+  iteration starts with. `first`: it belongs to the first mini-batch. `reference` is None where there is no KL term.
+  """
+  skill = scoring.method.needs_skills
+  nothing = jnp.zeros_like(batch.count)
+  old = batch.sampler_logprobs  # stands for nothing: of the first mini-batch it is never read
+  if not first and skill and scoring.rescore == "iteration":
+    old, skill_logprobs = _score_pair(params, batch, scoring)
+    old = old + _score(params, batch, "ordinary", scoring, batch.skill_count, batch.count)
+    batch = batch.replace(skill_logprobs=skill_logprobs)
+  elif not first:
+    old = _score(params, batch, "ordinary", scoring, nothing, batch.count)
+  elif skill:
+    batch = batch.replace(skill_logprobs=_score(params, batch, "skill", scoring, nothing, batch.skill_count))
+  if reference is not None:
+    batch = batch.replace(ref_logprobs=_score(reference, batch, "ordinary", scoring, nothing, batch.count))
+  return batch.replace(old_logprobs=old, own_old=jnp.full_like(batch.count, first, bool))
+
+
+def rescored(batch: Batch, params, scoring: Scoring) -> Batch:
+  """The skill context scored by the current parameters; what was scored before stays."""
+  skill = _score(params, batch, "skill", scoring, jnp.zeros_like(batch.count), batch.skill_count)
+  return batch.replace(skill_logprobs=skill)
+
+
+def score_all(minibatches: Sequence[Sequence[Batch]], params, reference, scoring: Scoring) -> list[list[Batch]]:
+  """`scored` for the mini-batches of an iteration, in their order."""
+  return [
+    [scored(b, params, reference, scoring, first=not number) for b in part] for number, part in enumerate(minibatches)
+  ]
+
+
+def update_all(
+  step: Update, state: TrainState, minibatches: Sequence[Sequence[Batch]], scoring: Scoring
+) -> tuple[TrainState, dict[str, float]]:
+  """One optimizer step a mini-batch. Metrics are means over them, of a metric named `..._max` the largest."""
+  taken = []
+  for number, part in enumerate(minibatches):
+    if number and scoring.rescore == "minibatch" and scoring.method.needs_skills:
+      part = [rescored(b, state.params, scoring) for b in part]
+    state, metrics = step(state, [b.replace(skill=None) for b in part])  # only ordinary rows are differentiated
+    taken.append(metrics)
+  taken = jax.device_get(taken)
+  over = {name: np.max if name.endswith("_max") else np.mean for name in taken[0]}
+  return state, {name: float(reduce([u[name] for u in taken])) for name, reduce in over.items()}
+
+
+def programs(
+  step: Update,
+  state: TrainState,
+  reference,
+  scoring: Scoring,
+  shapes: Sequence[RowShape],
+  mesh: jax.sharding.Mesh,
+  *,
+  minibatches: int,
+) -> list[tuple[str, Callable[[], None]]]:
+  """What `score_all` and `update_all` will compile, as (name, a call that compiles it), so that it can be done before
+  the first iteration and with a progress bar. The calls leave the state as it is; each needs the mesh to be set.
+  """
+
+  def warm(shape, first):
+    empty = batching.empty_batch(shape, mesh, skills=scoring.method.needs_skills)
+    batch = scored(empty, state.params, reference, scoring, first=first)
+    if not first and scoring.rescore == "minibatch" and scoring.method.needs_skills:
+      batch = rescored(batch, state.params, scoring)
+    jax.block_until_ready(batch)
+    return batch
+
+  def update(shape):
+    step.compile(state, warm(shape, True).replace(skill=None))
+
+  out = []
+  for shape in shapes:
+    kinds = (("first", True), ("later", False))[:minibatches]
+    out += [
+      (f"scoring a {kind} mini-batch, rows of {shape.length}", functools.partial(warm, shape, first))
+      for kind, first in kinds
+    ]
+    out.append((f"update, rows of {shape.length}", functools.partial(update, shape)))
+  return out
+
+
+def _score_pair(params, batch, scoring):
+  return score.score_pair(
+    params,
+    batch.ordinary,
+    batch.skill,
+    batch.targets,
+    batch.skill_count,
+    scoring.model,
+    temperature=scoring.loss.temperature,
+  )
+
+
+def _score(params, batch, context, scoring, start, count):
+  return score.score(
+    params,
+    getattr(batch, context),
+    batch.targets,
+    count,
+    scoring.model,
+    temperature=scoring.loss.temperature,
+    start=start,
+  )
