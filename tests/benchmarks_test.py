@@ -5,11 +5,13 @@ import math
 import os
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import command, machine, process, table, timing
-from benchmarks.peers import shared
+from benchmarks import command, echo, machine, process, table, timing, workload
+from benchmarks.peers import seed_grpo, shared
 from benchmarks.table import Row
+from seed_jax import engine
 
 ROWS = [
   Row("generation, small", 2500.0, 800.0, 3.125, 0.41, "tokens/s", ">= 3x", "32 new tokens"),
@@ -32,8 +34,8 @@ def test_the_table_fits_eighty_columns_and_numbers_its_notes():
 
 @pytest.mark.parametrize(
   "value, shown",
-  [(None, ""), (math.nan, ""), (0.07134, "0.0713"), (4.2149, "4.21"), (63.0, "63"), (1240.4, "1,240"), (15700.0, "15.7k"),
-   (2.41e6, "2.41M")],
+  [(None, ""), (math.nan, ""), (0.07134, "0.0713"), (4.2149, "4.21"), (63.0, "63"), (1240.4, "1,240"),
+   (15700.0, "15.7k"), (2.41e6, "2.41M")],
 )  # fmt: skip
 def test_numbers_have_three_digits(value, shown):
   assert table.number(value) == shown
@@ -220,3 +222,117 @@ def test_a_stopwatch_times_the_phases_of_a_loop():
   assert seen == [7, 7, 7]
   assert {name: len(taken) for name, taken in watch.seconds.items()} == {"generation": 3, "update": 3}
   assert len(watch.steps()) == 2 and all(s > 0 for s in watch.steps())
+
+
+# ---- the pieces, at a tiny size
+
+
+def report(generation, update, first, **more):
+  base = dict(tokens=[100, 100], generation=[generation] * 2, scoring=[0.1, 0.1], update=[update] * 2)
+  return base | dict(step=[generation + update + 0.1] * 2, first_update=first, peak_mib=100.0) | more
+
+
+def test_systems_take_turns_and_a_peer_that_breaks_is_left_out(monkeypatch):
+  order = []
+  answers = {
+    "ours": iter([report(1.0, 0.5, 5.0), report(2.0, 1.0, 6.0), report(1.0, 0.5, 4.0)]),
+    "tunix": iter([report(4.0, 1.0, 20.0), report(8.0, 2.0, 24.0), report(3.0, 1.5, 20.0)]),
+  }
+
+  def drive(name, module, *arguments):
+    order.append(name)
+    assert module == f"{'seed' if name == 'ours' else name}_grpo" and "--size=micro" in arguments
+    if name == "trl":
+      raise process.PeerError("trl: exit code 1: no such trainer")
+    return next(answers[name])
+
+  monkeypatch.setattr(process, "drive", drive)
+  monkeypatch.setattr(command.load("grpo"), "GOALS", {("tunix", "micro", "update"): ">= 2x"})
+  options = command.Options(repeats=3, peers=("tunix", "trl"))
+  grpo = command.load("grpo")
+  rows = list(
+    grpo.compare(
+      {"ours": "seed_grpo", "tunix": "tunix_grpo", "trl": "trl_grpo"}, "micro", repeats=options.repeats,
+      steps={"ours": 1, "tunix": 1, "trl": 1}, quantities=grpo.QUANTITIES, title="grpo micro", goals=grpo.GOALS,
+      notes=grpo.NOTES,
+    )
+  )  # fmt: skip
+  assert order == ["ours", "tunix", "trl", "ours", "tunix", "ours", "tunix"]
+  found = {row.name: row for row in rows}
+  generation = found["grpo micro: generation vs tunix"]
+  # 100 tokens in 1, 2, 1 s against 4, 8, 3 s: medians 100 and 25 a second, ratios 4, 4, 3
+  assert (generation.ours, generation.peer, generation.ratio) == (100.0, 25.0, 4.0)
+  update = found["grpo micro: update vs tunix"]
+  assert (update.ours, update.peer, update.ratio, update.goal) == (0.5, 1.5, 2.0, ">= 2x")
+  assert found["grpo micro: start to first update vs tunix"].ratio == 4.0
+  assert found["grpo micro vs trl"].note == "trl: exit code 1: no such trainer"
+
+
+def test_ours_alone_gives_rows_without_a_peer(monkeypatch):
+  monkeypatch.setattr(process, "drive", lambda *unused: report(1.0, 0.5, 5.0))
+  rows = list(command.load("grpo").run(command.Options(quick=True)))
+  assert [row.peer for row in rows] == [None] * len(rows) and len(rows) == 6
+  monkeypatch.setattr(process, "drive", lambda *unused: (_ for _ in ()).throw(process.PeerError("ours: broke")))
+  with pytest.raises(process.PeerError):
+    list(command.load("grpo").run(command.Options(quick=True)))
+
+
+@pytest.mark.parametrize("name, count", [("decode", 1), ("train_step", 4), ("packing", 1), ("utilisation", 4)])
+def test_a_benchmark_runs(name, count):
+  rows = list(command.load(name).run(command.Options(quick=True, repeats=1)))
+  assert len(rows) == count
+  assert all(row.ours > 0 and row.unit for row in rows)
+
+
+def test_operations_are_counted_as_the_formula_says():
+  config = workload.model("micro")  # D 32, N 2, K 1, H 16, F 64, L 1, V 512
+  assert workload.matmul_flops(config) == 2 * (32 * 16 * (2 + 1 + 1 + 2) + 3 * 32 * 64)
+  assert workload.head_flops(config) == 2 * 32 * 512
+  assert workload.attention_flops(config, 10) == 4 * 2 * 16 * 10
+  (sample,) = workload.random_samples(config, [8], [3])
+  assert len(sample.tokens) == 8 and list(sample.index) == [5, 6, 7] and len(sample.targets) == 3
+  # 8 tokens see 1 to 8 keys, 4.5 on average
+  expected = 8 * workload.matmul_flops(config) + 4 * 2 * 16 * 36 + 3 * workload.head_flops(config)
+  assert workload.forward_flops(config, [sample]) == expected
+  weights = 32 * 16 * 6 + 3 * 32 * 64 + 32 * 512
+  assert workload.decode_bytes(config, 2, 10) == 4 * (weights + 2 * 10 * 2 * 16)
+
+
+def test_a_skill_context_predicts_the_same_tokens_from_the_same_place():
+  (sample,) = workload.random_samples(workload.model("micro"), [9], [4], skill=5)
+  assert len(sample.skill_tokens) == 14 and list(sample.skill_index - sample.index) == [5] * 4
+  assert list(sample.skill_tokens[sample.skill_index]) == list(sample.tokens[sample.index])
+
+
+def test_lengths_are_those_of_alfworld_steps():
+  lengths, responses = command.load("packing").step_lengths(4000, longest=2560, mean=600)
+  assert lengths.max() <= 2560 and 570 < lengths.mean() < 630
+  assert 90 < responses.mean() < 110 and (responses <= lengths / 2).all() and responses.min() >= 4
+  again = command.load("packing").step_lengths(4000, longest=2560, mean=600)
+  assert (again[0] == lengths).all()
+
+
+def test_the_echo_game_is_the_same_for_every_system():
+  game = echo.Game()
+  (episode,) = echo.episodes([2])
+  observation, info = game.reset(options={"task": episode.task.payload})
+  assert observation == shared.Echo(0).reset() == info["task"]
+  assert game.step("hello")[0] == "1: hello" and game.step("x")[2]
+  benchmark = echo.Echoes()
+  assert benchmark.first_prompt("", observation, ()) == shared.user_turn(observation)
+  window = benchmark.window_prompt(observation, [(observation, "hello")], 1, "1: hello", ())
+  assert window.count(shared.INSTRUCTIONS) == 1 and window.endswith("hello\nU:1: hello\nA:") and "Step 1." in window
+
+
+def test_our_driver_rewards_groups_and_keeps_what_was_sampled():
+  asked = seed_grpo.requests(2)
+  assert len(asked) == shared.PROMPTS * shared.MEMBERS and len({r.coordinates for r in asked}) == len(asked)
+  texts = ["ab", "A"] * (len(asked) // 2)
+  completions = [
+    engine.Completion(np.asarray(shared.encode(t), np.int32), np.zeros(len(t), np.float32), False) for t in texts
+  ]
+  samples = seed_grpo.samples(asked, completions)
+  assert [len(s.targets) for s in samples] == [2, 1] * 8
+  assert samples[0].advantages[0] > 0 > samples[1].advantages[0]
+  assert list(samples[0].tokens) == list(asked[0].tokens) + shared.encode("a")
+  assert list(samples[0].index) == [len(asked[0].tokens) - 1, len(asked[0].tokens)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from tunix.models.qwen2 import model as qwen2
 from tunix.rl import rl_cluster
@@ -33,7 +35,7 @@ class Bytes:
 
 
 def policy(size: str, seed: int = 0):
-  """A Qwen2 whose matrices are normal with DEVIATION (tunix leaves some of them 0 until a checkpoint is loaded)."""
+  """A Qwen2 whose matrices are normal with DEVIATION; vectors are 1."""
   s = shared.SIZES[size]
   config = qwen2.ModelConfig(
     num_layers=s["layers"],
@@ -47,16 +49,15 @@ def policy(size: str, seed: int = 0):
     norm_eps=1e-6,
     use_tied_embedding=True,
   )
-  model = qwen2.Qwen2(config, rngs=nnx.Rngs(seed))
-  values = params(model)
-  keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(values))))
+  # the shapes alone, so that no initialiser is compiled: a user loads a checkpoint here
+  graph, values = nnx.split(nnx.eval_shape(lambda: qwen2.Qwen2(config, rngs=nnx.Rngs(seed))))
+  rng = np.random.default_rng(seed)
 
   def draw(leaf):
-    key = next(keys)
-    return leaf if leaf.ndim < 2 else shared.DEVIATION * jax.random.normal(key, leaf.shape, leaf.dtype)
+    array = np.ones(leaf.shape) if leaf.ndim < 2 else rng.normal(scale=shared.DEVIATION, size=leaf.shape)
+    return jnp.asarray(array, leaf.dtype)
 
-  nnx.update(model, jax.tree.map(draw, values))
-  return model
+  return nnx.merge(graph, jax.tree.map(draw, values))
 
 
 def cluster(size: str, mesh, *, prompt_length: int, cache: int, steps: int, reference: bool = True):
