@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
 from seed_jax import flash_decode, sharding
@@ -17,6 +19,9 @@ from seed_jax.sharding import ROWS
 
 KERNEL_TILE = 128  # the kernels take lengths of its multiples only
 MASKED = -1e30  # finite, so that a row without any visible key gives a uniform softmax and no NaN
+
+
+OUT = "attention_out"  # a rematerialisation policy may keep what bears this name
 
 
 class LayerCache(NamedTuple):
@@ -61,6 +66,40 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   out = jnp.einsum("bkxs,bksh->bkxh", weights, v)
   out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4)
   return jax.lax.reshape(out, (B, T, N, H), out_sharding=P(rows, None, "tp", None))
+
+
+def attend_packed(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
+  """Attention within the samples of packed rows: q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H].
+
+  `mask` is `packed_mask` of the rows, whose samples stand one after the other, in order. On a TPU rows of a multiple of
+  128 tokens take the splash kernel, which never builds [T, T]; what it gives at padding differs, and means nothing.
+  """
+  if q.shape[1] % KERNEL_TILE == 0 and sharding.platform() == "tpu":
+    return splash_packed(q, k, v, segment_ids)
+  return checkpoint_name(attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask), OUT)
+
+
+def splash_packed(q, k, v, segment_ids, *, interpret: bool = False) -> jax.Array:
+  """`attend_packed` by the splash kernel, forward and backward; each shard runs it over its rows and heads."""
+  rows, heads = P(ROWS[0], None), P(ROWS[0], "tp", None, None)
+  T, H = q.shape[1], q.shape[3]
+  block = max(b for b in (128, 256, 512) if T % b == 0)  # 512 squared float32 scores are 1 MiB of the scratch memory
+
+  def local(q, k, v, segment_ids):
+    mask = splash.MultiHeadMask([splash.CausalMask((T, T))] * q.shape[1])
+    kernel = splash.make_splash_mha(
+      mask,
+      head_shards=1,
+      q_seq_shards=1,
+      block_sizes=splash.BlockSizes(*[block] * 8),
+      residual_checkpoint_name=OUT,
+      interpret=interpret,
+    )
+    return jax.vmap(kernel)(q, k, v, splash.SegmentIds(segment_ids, segment_ids))
+
+  call = jax.shard_map(local, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)
+  q, k, v = (x.swapaxes(1, 2) for x in (q * H**-0.5, k, v))  # the kernel does not scale
+  return call(q, k, v, segment_ids).swapaxes(1, 2)
 
 
 def extend_slots(

@@ -107,3 +107,38 @@ def test_attention_on_a_mesh_is_attention_on_one_device():
     )
   assert jax.typeof(out).sharding.spec == sharding.spec("rows", "tokens", "heads", "head_size")
   np.testing.assert_allclose(out, naive(q, k, v, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape, heads, size", [((1, 1, 1), (4, 2), 64), ((1, 2, 2), (8, 4), 128)])
+def test_the_splash_kernel_is_packed_attention_forward_and_backward(shape, heads, size):
+  rng = np.random.default_rng(3)
+  B, T, (N, K) = 2, 256, heads
+  segments = np.zeros((B, T), np.int32)  # samples across the edges of blocks, one of a single token, padding at the end
+  positions = np.zeros((B, T), np.int32)
+  for row, lengths in enumerate([(100, 60, 1, 70), (256,)]):
+    at = 0
+    for i, n in enumerate(lengths):
+      segments[row, at : at + n], positions[row, at : at + n] = i + 1, np.arange(n)
+      at += n
+  q, out_gradient = rng.normal(size=(2, B, T, N, size)).astype(np.float32)
+  k, v = rng.normal(size=(2, B, T, K, size)).astype(np.float32)
+  out_gradient *= (segments > 0)[..., None, None]  # what stands at padding means nothing and is never used
+  mesh = sharding.make_mesh(*shape)
+  place = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, sharding.spec(*axes)))  # noqa: E731
+
+  def xla(*qkv):
+    return attention.attend_packed(*qkv, attention.packed_mask(positions, segments), segments)
+
+  def kernel(*qkv):
+    return attention.splash_packed(*qkv, segments, interpret=True)
+
+  with jax.set_mesh(mesh):
+    positions, segments = (place(x, "rows", "tokens") for x in (positions, segments))
+    qkv = [place(x, "rows", "tokens", "heads", "head_size") for x in (q, k, v)]
+    out_gradient = place(out_gradient, "rows", "tokens", "heads", "head_size")
+    results = []
+    for function in (xla, kernel):
+      out, backward = jax.vjp(jax.jit(function), *qkv)
+      results.append((np.where(np.asarray(segments)[..., None, None] > 0, out, 0), *jax.jit(backward)(out_gradient)))
+  for expected, got in zip(*results, strict=True):
+    np.testing.assert_allclose(got, expected, atol=1e-5)

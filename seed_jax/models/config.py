@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+REMAT = ("none", "full", "dots", "dots_no_batch", "attention_out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,16 @@ class ModelConfig:
   num_valid_tokens: int | None = None  # the tokenizer's, where the embedding table is padded beyond it
   dtype: str = "float32"  # of the matmuls; norms, softmax and logits stay float32
   scan_layers: bool = False  # lax.scan over layers (accelerators) or an unrolled loop (CPU: 2.4-3x faster decode)
+  # What the backward pass of training finds stored of a layer, and what it computes again. From most memory to least:
+  # "none" (all is stored), "dots" (results of matmuls), "dots_no_batch" (of those with weights), "attention_out" (the
+  # layer's input and the result of attention, which is dear on long rows), "full" (the layer's input alone).
+  remat: str = "none"
 
   def __post_init__(self):
     if self.architecture not in ARCHITECTURES:
       raise ValueError(f"architecture {self.architecture!r} is not supported; choose one of {', '.join(ARCHITECTURES)}")
+    if self.remat not in REMAT:
+      raise ValueError(f"remat {self.remat!r} is not a policy; choose one of {', '.join(REMAT)}")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
     if self.head_dim % 2:

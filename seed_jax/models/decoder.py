@@ -16,6 +16,12 @@ from seed_jax import attention, ops, sharding
 from seed_jax.models.config import ModelConfig
 
 ROWS = sharding.ROWS[0]
+POLICIES = {
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "dots": jax.checkpoint_policies.dots_saveable,
+  "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "attention_out": jax.checkpoint_policies.save_only_these_names(attention.OUT),
+}  # by ModelConfig.remat; without a cache only
 
 
 def init(key: jax.Array, config: ModelConfig) -> dict:
@@ -87,12 +93,15 @@ def forward(
     weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
     with jax.named_scope("attention"):
       normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
-      out, cache = _attention(normed, weights, angles, positions, mask, cache, index, config)
+      out, cache = _attention(normed, weights, angles, positions, segment_ids, mask, cache, index, config)
       x = x + out
     with jax.named_scope("mlp"):
       x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights)
     return x, cache
 
+  if cache is None and config.remat != "none":
+    # in a scan, nothing could be merged with the first pass anyway
+    layer = jax.checkpoint(layer, policy=POLICIES[config.remat], prevent_cse=not config.scan_layers)
   if config.scan_layers:
     # the cache is carried and written in place; as an input and output of the scan it would be copied at every call
     step = lambda carry, xs: (layer(*carry[:1], xs[0], carry[1], xs[1]), None)  # noqa: E731
@@ -186,7 +195,7 @@ def _embed(params, tokens, config):
   return embed(table, jax.sharding.reshard(tokens, rows)).astype(config.dtype)
 
 
-def _attention(x, w, angles, positions, mask, cache, layer, config):
+def _attention(x, w, angles, positions, segment_ids, mask, cache, layer, config):
   q = jnp.einsum("btd,dnh->btnh", x, w["q"])
   k = jnp.einsum("btd,dkh->btkh", x, w["k"])
   v = jnp.einsum("btd,dkh->btkh", x, w["v"])
@@ -197,7 +206,7 @@ def _attention(x, w, angles, positions, mask, cache, layer, config):
     k = ops.rms_norm(k, w["k_norm"], config.rms_norm_eps)
   q, k = ops.apply_rope(q, *angles), ops.apply_rope(k, *angles)
   if cache is None:
-    out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+    out = attention.attend_packed(q, k, v, mask, segment_ids)
   else:
     out, cache = attention.extend_slots(q, k, v, cache, positions, layer)
   return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
