@@ -5,8 +5,11 @@ Shapes: B rows, T tokens, D model, H head size, V vocabulary, R response tokens.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from seed_jax.sharding import ROWS
 
@@ -47,16 +50,24 @@ def logprob_and_entropy(logits: jax.Array, targets: jax.Array, temperature: floa
   that of temperature 1.
   """
   logits = logits.astype(jnp.float32) / (temperature or 1.0)
-  peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-  shifted = logits - peak
-  exponentials = jnp.exp(shifted)
-  total = jnp.sum(exponentials, axis=-1)
-  log_total = jnp.log(total)
   chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-  logprob = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=-1) - log_total
+  return _normalised(logits, chosen, lambda x: jnp.sum(x, axis=-1), lambda x: jnp.max(x, axis=-1))[:2]
+
+
+def _normalised(logits, chosen, total, largest):
+  """Log-probability of the chosen logit, entropy, and log of the normaliser; `total` and `largest` reduce V."""
+  peak = jax.lax.stop_gradient(largest(logits))
+  shifted = logits - peak[..., None]
+  exponentials = jnp.exp(shifted)
+  sum_ = total(exponentials)
   finite = jnp.where(exponentials > 0, shifted, 0.0)  # masked rows have probability 0 and add nothing
-  entropy = log_total - jnp.sum(exponentials * finite, axis=-1) / total
-  return logprob, entropy
+  log_sum = jnp.log(sum_)
+  logprob = total(jnp.where(chosen, shifted, 0.0)) - log_sum
+  return logprob, log_sum - total(exponentials * finite) / sum_, peak + log_sum
+
+
+# Logits of a chunk on one device, 256 MiB as float32: a few times that is what the log-probabilities take of memory.
+CHUNK_LOGITS = 2**26
 
 
 def token_logprobs(
@@ -66,26 +77,105 @@ def token_logprobs(
   *,
   temperature: float = 1.0,
   num_valid: int | None = None,
-  chunk: int = 512,
+  chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Log-probabilities and entropies [B, R] of targets [B, R] given hidden [B, R, D] and head [D, V], in chunks over R.
+  """Log-probabilities and entropies [B, R] of targets [B, R] given hidden [B, R, D] and head [D, V]: the numbers of
+  `logprob_and_entropy(hidden @ head, ...)` and their gradients, without the logits.
 
-  Each chunk's logits are computed, reduced and (in the backward pass) computed again, so memory is B * chunk * V
-  instead of B * R * V.
+  The logits of `chunk` tokens a device (None: CHUNK_LOGITS / V) exist at a time, in the backward pass, too, where they
+  are computed again: memory is chunk * V instead of B * R * V. A loop goes over the chunks, for a compiler may
+  schedule the chunks of an unrolled one at once. Rows stay on their device and a vocabulary over `tp` is reduced where
+  it lies: what devices exchange is [tokens], in the backward pass [tokens, D] once and the gradient of the head once.
+  Logits are float32 whatever `hidden` is.
   """
   B, R, D = hidden.shape
-  assert targets.shape == (B, R), (hidden.shape, targets.shape)
+  V = head.shape[1]
+  assert targets.shape == (B, R) and head.shape == (D, V), (hidden.shape, head.shape, targets.shape)
+  mesh = jax.sharding.get_abstract_mesh()
+  rows, tp = math.prod(mesh.shape[axis] for axis in ROWS[0]), mesh.shape["tp"]
+  # Over one device there is nothing to sum, but the compiler would leave a copy.
+  over_rows, over_vocab = (tuple(a for a in axes if mesh.shape[a] > 1) for axes in (ROWS[0], ("tp",)))
+  columns = max((chunk or CHUNK_LOGITS // (V // tp)) // (B // rows), 1)
+  chunks = -(-R // columns)
+  columns = -(-R // chunks)  # as even as can be: padding is less than a column a chunk
+  scale = 1.0 / (temperature or 1.0)
 
-  @jax.checkpoint
-  def piece(h, t):
-    logits = jnp.einsum("brd,dv->brv", h, head.astype(h.dtype), preferred_element_type=jnp.float32)
-    return logprob_and_entropy(mask_padded_vocab(logits, num_valid), t, temperature)
+  def logits_of(h, w, t):
+    """float32 [b, c, v] of one chunk on one device, and where the targets are among them."""
+    logits = jnp.einsum("bcd,dv->bcv", h, w.astype(h.dtype), preferred_element_type=jnp.float32) * scale
+    at = jnp.arange(logits.shape[-1]) + jax.lax.axis_index("tp") * logits.shape[-1]
+    if num_valid is not None and num_valid < V:
+      logits = jnp.where(at < num_valid, logits, -jnp.inf)
+    return logits, at == t[..., None]
 
-  if R <= chunk:
-    return piece(hidden, targets)
-  pieces = [piece(hidden[:, i : i + chunk], targets[:, i : i + chunk]) for i in range(0, R, chunk)]
-  logprobs, entropies = zip(*pieces, strict=True)
-  return jnp.concatenate(logprobs, axis=1), jnp.concatenate(entropies, axis=1)
+  def forward(h, w, t):
+    def one(h, t):
+      total = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), over_vocab)  # noqa: E731
+      largest = lambda x: jax.lax.pmax(jnp.max(x, axis=-1), over_vocab)  # noqa: E731
+      return _normalised(*logits_of(h, w, t), total, largest)
+
+    _, out = _over_columns(lambda carry, h, t: (carry, one(h, t)), (), (h, t), chunks, columns)
+    return out
+
+  def backward(h, w, t, norm, entropy, g_logprob, g_entropy=None):
+    def one(d_head, h, t, norm, entropy, g_logprob, g_entropy=None):
+      logits, chosen = logits_of(h, w, t)
+      p = jnp.exp(logits - norm[..., None])
+      g = g_logprob[..., None] * (chosen - p)
+      if g_entropy is not None:  # dH/dz = -p (log p + H)
+        g -= g_entropy[..., None] * p * (jnp.where(p > 0, logits - norm[..., None], 0.0) + entropy[..., None])
+      g = (g * scale).astype(h.dtype)
+      d_h = jnp.einsum("bcv,dv->bcd", g, w.astype(h.dtype), preferred_element_type=jnp.float32)
+      d_head += jnp.einsum("bcd,bcv->dv", h, g, preferred_element_type=jnp.float32)
+      return d_head, (d_h.astype(h.dtype),)
+
+    per_token = (h, t, norm, entropy, g_logprob) + (() if g_entropy is None else (g_entropy,))
+    d_head, (d_h,) = _over_columns(one, jnp.zeros(w.shape, jnp.float32), per_token, chunks, columns)
+    return jax.lax.psum(d_h, over_vocab), jax.lax.psum(d_head, over_rows).astype(w.dtype)
+
+  whole, vocab, token = P(*ROWS, None, None), P(None, "tp"), P(*ROWS, None)
+
+  @jax.custom_vjp
+  def both(hidden, head, targets):
+    return on_devices(hidden, head, targets)[:2]
+
+  def on_devices(hidden, head, targets):
+    shards = dict(in_specs=(whole, vocab, token), out_specs=(token,) * 3, check_vma=False)
+    return jax.shard_map(forward, **shards)(hidden, head, targets)
+
+  def both_forward(hidden, head, targets):
+    arrays = hidden.value, head.value, targets.value
+    logprobs, entropies, norms = on_devices(*arrays)
+    return (logprobs, entropies), (*arrays, norms, entropies)
+
+  def both_backward(saved, gradients):
+    # An entropy that only a metric reads has no gradient, and none is computed.
+    gradients = [g for g in gradients if not isinstance(g, jax.custom_derivatives.SymbolicZero)]
+    specs = (whole, vocab, token, token, token) + (token,) * len(gradients)
+    shards = dict(in_specs=specs, out_specs=(whole, vocab), check_vma=False)
+    return *jax.shard_map(backward, **shards)(*saved, *gradients), None
+
+  both.defvjp(both_forward, both_backward, symbolic_zeros=True)
+  put = jax.sharding.reshard
+  return both(put(hidden, whole), put(head, vocab), put(targets, token))
+
+
+def _over_columns(function, carry, arrays, chunks, columns):
+  """function(carry, *pieces) -> (carry, outputs) over the pieces [b, columns, ...] of arrays [b, R, ...]; the outputs
+  joined.
+  """
+  R = arrays[0].shape[1]
+  if chunks == 1:
+    return function(carry, *arrays)
+  behind = chunks * columns - R
+  arrays = [jnp.pad(x, ((0, 0), (0, behind)) + ((0, 0),) * (x.ndim - 2)) for x in arrays]
+
+  def body(carry, i):
+    return function(carry, *(jax.lax.dynamic_slice_in_dim(x, i * columns, columns, axis=1) for x in arrays))
+
+  carry, out = jax.lax.scan(body, carry, jnp.arange(chunks))
+  join = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], chunks * columns, *x.shape[3:])[:, :R]  # noqa: E731
+  return carry, jax.tree.map(join, out)
 
 
 def truncate_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
@@ -117,7 +207,7 @@ def sample_tokens(
   vocabulary.
   """
   # choosing needs whole rows: [S, V] is small next to the cache that the step reads
-  logits = jax.sharding.reshard(logits.astype(jnp.float32), jax.sharding.PartitionSpec(ROWS[0], None))
+  logits = jax.sharding.reshard(logits.astype(jnp.float32), P(ROWS[0], None))
   temperature = jnp.asarray(temperature, jnp.float32)
   if temperature.ndim == 0:
     temperature = jnp.full_like(logits[:, 0], temperature)

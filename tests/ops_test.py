@@ -1,6 +1,7 @@
 """Small numerical pieces: hand numbers, masked vocabularies, chunks that change nothing, sampling transforms."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -87,31 +88,70 @@ def test_gradients_of_logprob_and_entropy():
   check_grads(lambda x: ops.logprob_and_entropy(x, jnp.asarray([0, 4, 2]), 0.7), (logits,), order=1, modes=["rev"])
 
 
-B, R, D, V = 2, 10, 4, 7
+B, R, D, V = 8, 10, 4, 16
 
 
-@pytest.fixture
+@pytest.fixture(params=[(1, 1, 1), (8, 1, 1), (1, 4, 2), (2, 2, 2)], ids=lambda shape: "x".join(map(str, shape)))
+def mesh(request):
+  with jax.set_mesh(sharding.make_mesh(*request.param)):
+    yield jax.sharding.get_abstract_mesh()
+
+
 def inputs():
   keys = jax.random.split(jax.random.key(1), 3)
   hidden, head = jax.random.normal(keys[0], (B, R, D)), jax.random.normal(keys[1], (D, V))
-  return hidden, head, jax.random.randint(keys[2], (B, R), 0, V - 1)
+  return np.asarray(hidden), np.asarray(head), np.asarray(jax.random.randint(keys[2], (B, R), 0, V - 1))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 10, 512])
-def test_chunks_change_neither_values_nor_gradients(inputs, chunk):
-  hidden, head, targets = inputs
-  options = dict(temperature=0.8, num_valid=V - 1)
+def on_mesh(hidden, head, targets):
+  rows = jax.P(("data", "fsdp"), None)
+  return (
+    jax.device_put(hidden, jax.P(*rows, None)),
+    jax.device_put(head, jax.P(None, "tp")),
+    jax.device_put(targets, rows),
+  )
 
-  def total(hidden, head, chunk):
-    logprobs, entropies = ops.token_logprobs(hidden, head, targets, chunk=chunk, **options)
-    return jnp.sum(logprobs * jnp.arange(R)) + jnp.sum(entropies), logprobs
 
-  (_, got), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(hidden, head, chunk)
-  logits = np.asarray(jnp.einsum("brd,dv->brv", hidden, head)[..., : V - 1]) / 0.8
-  expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(targets)[..., None], -1)[..., 0]
-  np.testing.assert_allclose(got, expected, atol=1e-5)
-  whole = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head, R)[0]
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, whole)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [1, 24, None])  # tokens a device: one column; several columns, unevenly; one chunk
+def test_chunks_change_neither_values_nor_gradients(mesh, chunk, tied):
+  hidden, head, targets = inputs()
+  head = head.T.copy() if tied else head  # an embedding table, [V, D]
+
+  def plain(hidden, head, entropy_weight):
+    logits = jnp.einsum("brd,dv->brv", hidden, head.T if tied else head)
+    out = ops.logprob_and_entropy(ops.mask_padded_vocab(logits, V - 1), jnp.asarray(targets), 0.8)
+    return jnp.sum(out[0] * jnp.arange(R)) / 10 + entropy_weight * jnp.sum(out[1] ** 2), out
+
+  def chunked(hidden, head, targets, entropy_weight):
+    out = ops.token_logprobs(hidden, head.T if tied else head, targets, temperature=0.8, num_valid=V - 1, chunk=chunk)
+    entropy = out[1] if entropy_weight else jax.lax.stop_gradient(out[1])
+    return jnp.sum(out[0] * jnp.arange(R)) / 10 + entropy_weight * jnp.sum(entropy**2), out
+
+  hidden_, head_, targets_ = on_mesh(hidden, head, targets)
+  head_ = jax.device_put(head, jax.P("tp", None)) if tied else head_
+  for entropy_weight in (0.3, 0.0):
+    with jax.set_mesh(sharding.make_mesh()):
+      expected = jax.grad(plain, argnums=(0, 1), has_aux=True)(hidden, head, entropy_weight)
+    got = jax.jit(jax.grad(chunked, argnums=(0, 1), has_aux=True), static_argnums=3)(
+      hidden_, head_, targets_, entropy_weight
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
+    assert got[0][1].sharding.spec == head_.sharding.spec
+
+
+def test_an_entropy_without_gradient_costs_none():
+  hidden, head, targets = inputs()
+
+  def exponentials(entropy_weight):
+    def total(hidden, head):
+      logprobs, entropies = ops.token_logprobs(hidden, head, jnp.asarray(targets))
+      return jnp.sum(logprobs) + (jnp.sum(entropies) if entropy_weight else 0.0)
+
+    with jax.set_mesh(sharding.make_mesh()):
+      return sum(len(s) == 3 and s[2] == V for s in shapes(jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, head).jaxpr))
+
+  assert exponentials(0) < exponentials(1)
 
 
 def shapes(jaxpr):
@@ -125,18 +165,32 @@ def shapes(jaxpr):
         yield from shapes(inner)
 
 
-def test_chunked_logprobs_never_build_all_logits(inputs):
-  hidden, head, targets = inputs
+@pytest.mark.parametrize("shape, on_device", [((1, 1, 1), (2, 32_768)), ((2, 1, 2), (1, 16_384))])
+def test_memory_does_not_grow_with_the_number_of_tokens(shape, on_device):
+  rows, vocab = on_device
+  with jax.set_mesh(sharding.make_mesh(*shape)):
 
-  def largest(chunk):
-    def total(hidden, head):
-      return sum(jnp.sum(x) for x in ops.token_logprobs(hidden, head, targets, chunk=chunk))
+    def temporary(tokens, chunk):
+      def total(hidden, head, targets):
+        return sum(jnp.sum(x) for x in ops.token_logprobs(hidden, head, targets, chunk=chunk))
 
-    program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(hidden, head).jaxpr
-    return max(s[1] for s in shapes(program) if len(s) == 3 and s[0] == B and s[2] == V)
+      arrays = on_mesh(
+        np.zeros((2, tokens, 8), np.float32), np.zeros((8, 32_768), np.float32), np.zeros((2, tokens), int)
+      )
+      compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(*arrays).compile()
+      return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
 
-  assert largest(10) == R  # the walk sees the logits where they are built
-  assert largest(3) == 3
+    few, text = temporary(128, 32)
+    many, _ = temporary(512, 32)
+    whole, _ = temporary(512, None)
+  logits = 512 * rows * vocab * 4
+  assert many < 1.1 * few and many < logits / 4 and whole > logits  # the last: that it is seen where it is
+  # what devices exchange never has a vocabulary of logits: at most the head's gradient
+  exchanged = [
+    line for line in text.splitlines() if re.search(r"= .*(all-reduce|all-gather|all-to-all|permute)\(", line)
+  ]
+  assert not [line for line in exchanged if re.search(rf"\[{rows},\d+,{vocab}\]", line)]
+  assert bool(exchanged) == (shape != (1, 1, 1))
 
 
 def test_top_k_keeps_the_k_largest():
