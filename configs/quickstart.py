@@ -56,11 +56,12 @@ def get_config(method: str = "seed") -> ConfigDict:
 
   c.rollout = ConfigDict(dict(mode="transcript", history=5, max_steps=20, max_prompt=256, max_response=8, capacity=384))
   c.rollout.update(
-    dict(slots=64, smallest_bucket=16, prefill_buckets=(16, 80), workers=0, step_timeout=60.0, reset_timeout=60.0)
+    dict(slots=64, environments=0, smallest_bucket=16, prefill_buckets=(16, 96), prefill_tokens=1_536, share_prefix=8)
   )
+  c.rollout.update(dict(refill=0.25, answer_after=0, workers=0, step_timeout=60.0, reset_timeout=60.0))
   c.rollout.update(dict(temperature=1.0, top_k=0, top_p=1.0, stop_strings=()))
 
-  c.analysis = ConfigDict(dict(slots=64, max_prompt=320, max_response=64, template="compact", prefill_buckets=(256,)))
+  c.analysis = ConfigDict(dict(max_prompt=320, max_response=64, template="compact"))
 
   c.checkpoint = ConfigDict(dict(every=20, keep=2))
 

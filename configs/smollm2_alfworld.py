@@ -35,10 +35,11 @@ def get_config(method: str = "seed") -> ConfigDict:
 
   # Two batch sizes and few prompt lengths: each program of 30 unrolled layers takes several seconds to compile.
   c.rollout.update(dict(mode="window", history=2, max_steps=6, max_prompt=448, max_response=24, capacity=472))
-  c.rollout.update(dict(slots=8, smallest_bucket=4, prefill_buckets=(16, 256, 352), workers=2))
+  c.rollout.update(dict(slots=8, smallest_bucket=4, prefill_buckets=(32, 256), prefill_tokens=1_024, workers=2))
+  c.rollout.answer_after = 1  # environments step while the model decodes
   c.rollout.update(dict(stop_strings=("</action>",)))
   c.rollout.temperature = 0.7
-  c.analysis.update(dict(slots=8, max_prompt=400, max_response=112, template="compact", prefill_buckets=(400,)))
+  c.analysis.update(dict(max_prompt=400, max_response=112, template="compact"))
   c.checkpoint.update(dict(every=1, keep=1))
 
   c.collect.update(

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from seed_jax.metrics import progress, say
-from seed_jax.rollout import Episode, play
+from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import load_trajectories, save_trajectories
 
@@ -20,11 +20,11 @@ def run_collect(run: Run) -> dict:
   seed = process_seed(run.config.seed, "collect")
   tasks = run.benchmark.tasks(c.split, c.tasks, seed)
   tasks += [task for split, count in c.get("also", ()) for task in run.benchmark.tasks(split, count, seed)]
-  engine = run.actor(model, temperature=c.temperature, seed=process_seed(run.config.seed, "collect samples"))
+  engine = run.engine(model, temperature=c.temperature, seed=process_seed(run.config.seed, "collect samples"))
   engine.set_params(params)
   done = []
   batches = _parts(tasks, c.tasks_per_part)
-  with run.pool(min(engine.num_slots, c.tasks_per_part * c.samples)) as pool:
+  with run.pool(c.tasks_per_part * c.samples) as pool:
     with progress(total=len(tasks) * c.samples, desc="collect", unit="episode", plain=run.plain) as bar:
       for number, part in enumerate(batches):
         place = run.workdir / "trajectories" / f"collected-{number:03d}"
@@ -32,7 +32,7 @@ def run_collect(run: Run) -> dict:
           trajectories = load_trajectories(str(place))  # a part that an interrupted run finished
         except ValueError:
           episodes = [Episode(task, group, member) for group, task in enumerate(part) for member in range(c.samples)]
-          trajectories = play(engine, pool, run.prompter, episodes, on_episode=lambda t: bar.update(1))
+          trajectories = run.play(engine, pool, episodes, on_episode=lambda t: bar.update(1))
           save_trajectories(str(place), trajectories)
         done += trajectories
   won = float(np.mean([t.won for t in done]))

@@ -1,24 +1,28 @@
 """Prefill and the jitted decode loop over a slot cache.
 
-Shapes: S slots, T new tokens of a slot, N tokens sampled at most, V vocabulary, C capacity of a slot.
+Shapes: S slots, P slots of one prefill call, T new tokens of a slot, N tokens sampled at most, V vocabulary, C capacity
+of a slot.
 
-A slot's cache holds every token of its conversation but the last sampled one; that one is the first token of the next
-`extend`. So an episode that ends after a response never pays for a token nobody reads, and a response cut at a stop
-string is forgotten by moving `length` back.
+A slot's cache holds every token of its conversation but the last sampled one; that one is the first token that is read
+next. So an episode that ends after a response never pays for a token nobody reads, and a response cut at a stop string
+is forgotten by moving its length back. Lengths are the host's (see engine.py): the device holds the cache alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from seed_jax import attention, ops, sharding
+from seed_jax import ops, sharding
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
+
+Cache = Any  # what decoder.init_cache makes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +35,12 @@ class Sampling:
 
 
 @flax.struct.dataclass
-class Slots:
-  """The state of S conversations on the device: fixed shapes, donated from call to call."""
+class Draw:
+  """What a slot's next sample depends on besides its logits; coordinates and number alone make the key."""
 
-  layers: attention.LayerCache | tuple[attention.LayerCache, ...]  # see decoder.init_cache
-  length: jax.Array  # [S] int32, tokens in the cache
-
-  @property
-  def capacity(self) -> int:
-    return decoder.cache_capacity(self.layers)
+  coordinates: jax.Array  # [X, 5] int32: position in the run, e.g. (iteration, task, member, turn, purpose)
+  number: jax.Array  # [X] int32, index of the next token in its response
+  temperature: jax.Array  # [X] float32, 0 is greedy
 
 
 @flax.struct.dataclass
@@ -49,119 +50,159 @@ class Sampled:
   tokens: jax.Array  # [S, N] int32
   logprobs: jax.Array  # [S, N] float32, of the sampled tokens over the full vocabulary at the sampling temperature
   count: jax.Array  # [S] int32
+  steps: jax.Array  # [] int32, steps that the loop took
 
 
-def init_slots(config: ModelConfig, num_slots: int, capacity: int) -> Slots:
-  """Empty slots on the mesh in force; rows over the data axes, key/value heads over `tp`."""
-  mesh = jax.sharding.get_abstract_mesh()
-  rows = sharding.num_row_shards(mesh)
+def init_cache(config: ModelConfig, num_slots: int, capacity: int) -> Cache:
+  """Empty slots on the mesh in force; raises ValueError where they do not divide over its row shards."""
+  rows = sharding.num_row_shards(jax.sharding.get_abstract_mesh())
   if num_slots % rows:
     raise ValueError(f"{num_slots} slots do not divide over {rows} row shards of the mesh")
-  return _empty_slots(config, num_slots, capacity)
+  return _init_cache(config, num_slots, capacity)
 
 
-@jax.jit(static_argnums=(0, 1, 2))
-def _empty_slots(config, num_slots, capacity):
-  layers = decoder.init_cache(config, num_slots, capacity)
-  return Slots(layers, jnp.zeros((num_slots,), jnp.int32, out_sharding=sharding.ROWS))
+_init_cache = jax.jit(decoder.init_cache, static_argnums=(0, 1, 2))
 
 
-@jax.jit(static_argnames="config", donate_argnames="slots")
-def extend(
-  params: dict, slots: Slots, tokens: jax.Array, counts: jax.Array, config: ModelConfig
-) -> tuple[jax.Array, Slots]:
-  """Appends tokens[s, :counts[s]] to every slot and returns the logits [S, V] that follow the last of them.
+@jax.jit(static_argnames=("config", "sampling"), donate_argnames="cache")
+def prefill(
+  params: dict,
+  cache: Cache,
+  slots: jax.Array | None,
+  source: jax.Array | None,
+  start: jax.Array,
+  tokens: jax.Array,
+  counts: jax.Array,
+  draw: Draw,
+  seed: jax.Array,
+  config: ModelConfig,
+  *,
+  sampling: Sampling,
+) -> tuple[jax.Array, jax.Array, Cache]:
+  """Reads tokens[p, :counts[p]] into slot slots[p] behind the first start[p] tokens of slot source[p], and samples what
+  follows the last of them: (token [P], log-probability [P], cache).
 
-  tokens [S, T] right-padded, counts [S] (0 leaves a slot as it is; its logits are meaningless). A slot of length 0 is
-  an empty one.
+  tokens [P, T] right-padded. A source other than the slot itself is copied: members of a group share the prefill of
+  their prompt. Slot numbers are local to their row shard (part d of the P belongs to shard d), so nothing crosses
+  shards; a slot number outside its shard writes nothing. Without slot numbers (None) the P are all slots in their order,
+  none of them moved: no row is copied out and back. Of a prompt read in several pieces only the last sample is of use.
   """
+  axis, capacity = decoder.cache_slot_axis(config), decoder.cache_capacity(cache)
   column = jnp.arange(tokens.shape[1])
-  positions = jnp.where(column < counts[:, None], slots.length[:, None] + column, slots.capacity)
-  hidden, layers = decoder.forward(params, tokens, positions, None, config, cache=slots.layers)
+  positions = jnp.where(column < counts[:, None], start[:, None] + column, capacity)
+  if slots is None:
+    hidden, cache = decoder.forward(params, tokens, positions, None, config, cache=cache)
+  else:
+    some = _shard_local(lambda x, i: jnp.take(x, i, axis=axis, mode="clip"))(cache, source)
+    hidden, some = decoder.forward(params, tokens, positions, None, config, cache=some)
+
+    def put(x, i, new):
+      return x.at[(slice(None),) * axis + (i,)].set(new, mode="drop")
+
+    cache = _shard_local(put)(cache, slots, some)
   last = decoder.gather_positions(hidden, jnp.maximum(counts - 1, 0)[:, None])[:, 0]
-  return decoder.logits_at(params, last, config), Slots(layers, slots.length + counts)
+  keys = _token_keys(_request_keys(seed, draw.coordinates), draw.number)
+  logits = decoder.logits_at(params, last, config)
+  token, logprob = ops.sample_tokens(
+    logits, keys, temperature=draw.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+  )
+  return token, logprob, cache
 
 
-@jax.jit(static_argnames=("config", "sampling", "max_new", "stop_ids"), donate_argnames="slots")
+@jax.jit(static_argnames=("config", "sampling", "max_new", "stop_ids"), donate_argnames="cache")
 def generate(
   params: dict,
-  slots: Slots,
-  logits: jax.Array,
-  keys: jax.Array,
-  offset: jax.Array,
-  active: jax.Array,
+  cache: Cache,
+  length: jax.Array,
+  token: jax.Array,
+  left: jax.Array,
+  draw: Draw,
+  seed: jax.Array,
+  quorum: jax.Array,
   config: ModelConfig,
   *,
   sampling: Sampling,
   max_new: int,
   stop_ids: tuple[int, ...],
-) -> tuple[Sampled, Slots]:
-  """Samples up to max_new tokens in every active slot, each until it samples one of stop_ids (kept: the EOS is
-  trained).
+) -> tuple[Sampled, Cache]:
+  """Decode steps in every slot with left[s] > 0: reads token[s] at position length[s], samples the next one, and so on
+  until it has sampled left[s] tokens or one of stop_ids (kept: the EOS is trained), or is full.
 
-  logits [S, V] follow each slot's last token; keys [S] are typed PRNG keys, one a request; token number i = offset +
-  step of a request is drawn with fold_in(key, i), whatever slot it sits in and whoever its neighbours are; active [S]
-  bool. A slot that is full stops too.
+  The loop ends after max_new steps, or as soon as `quorum` slots have finished, so that the host can hand their
+  responses on and fill the slots again. length, token, left [S] int32. Token number i of a request is drawn with
+  fold_in(key of its coordinates, i), whatever slot it sits in and whoever its neighbours are.
   """
-  S = logits.shape[0]
+  S = token.shape[0]
+  capacity = decoder.cache_capacity(cache)
   params = decoder.unstack(params, config)
+  keys = _request_keys(seed, draw.coordinates)
+  idle = left <= 0
 
-  def sample(logits, step, done, length, tokens, logprobs, count):
-    token_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, offset + step)
+  def unfinished(carry):
+    step, done = carry[0], carry[2]
+    finished = jnp.sum(done & ~idle)
+    return (step < max_new) & ~jnp.all(done) & (finished < quorum)
+
+  def body(carry):
+    step, token, done, length, cache, tokens, logprobs, count = carry
+    positions = jnp.where(done, capacity, length)[:, None]
+    hidden, cache = decoder.forward(params, token[:, None], positions, None, config, cache=cache)
+    length = length + ~done
     token, logprob = ops.sample_tokens(
-      logits, token_keys, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+      decoder.logits_at(params, hidden[:, 0], config),
+      _token_keys(keys, draw.number + step),
+      temperature=draw.temperature,
+      top_k=sampling.top_k,
+      top_p=sampling.top_p,
     )
     tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
     logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, logprob[:, None], step, axis=1)
     count = count + ~done
-    done = done | (length >= slots.capacity)  # no room to append this token
+    done = done | (count >= left) | (length >= capacity)  # full: no room to read this token
     for stop in stop_ids:
       done = done | (token == stop)
-    return token, done, tokens, logprobs, count
-
-  def unfinished(carry):
-    step, done = carry[0], carry[2]
-    return (step < max_new) & ~jnp.all(done)
-
-  def body(carry):
-    step, token, done, slots, tokens, logprobs, count = carry
-    positions = jnp.where(done, slots.capacity, slots.length)[:, None]
-    hidden, layers = decoder.forward(params, token[:, None], positions, None, config, cache=slots.layers)
-    slots = Slots(layers, slots.length + ~done)
-    logits = decoder.logits_at(params, hidden[:, 0], config)
-    token, done, tokens, logprobs, count = sample(logits, step, done, slots.length, tokens, logprobs, count)
-    return step + 1, token, done, slots, tokens, logprobs, count
+    return step + 1, token, done, length, cache, tokens, logprobs, count
 
   spec = P(sharding.ROWS[0], None)
   tokens = jnp.zeros((S, max_new), jnp.int32, out_sharding=spec)
   logprobs = jnp.zeros((S, max_new), jnp.float32, out_sharding=spec)
   count = jnp.zeros((S,), jnp.int32, out_sharding=sharding.ROWS)
-  token, done, tokens, logprobs, count = sample(logits, 0, ~active, slots.length, tokens, logprobs, count)
-  carry = jax.lax.while_loop(unfinished, body, (1, token, done, slots, tokens, logprobs, count))
-  return Sampled(*carry[4:]), carry[3]
+  carry = (jnp.int32(0), token, idle | (length >= capacity), length, cache, tokens, logprobs, count)
+  carry = jax.lax.while_loop(unfinished, body, carry)
+  return Sampled(*carry[5:], steps=carry[0]), carry[4]
 
 
-@jax.jit
-def take_slots(slots: Slots, index: jax.Array) -> Slots:
-  """The slots at index [S'] as a smaller (or reordered) set, for when most conversations have ended."""
-
-  def pick(x):
-    at = (slice(None), index) if x.ndim == 5 else (index,)  # a cache of all layers has them first
-    return x.at[at].get(out_sharding=jax.typeof(x).sharding.spec)
-
-  return jax.tree.map(pick, slots)
+@jax.jit(static_argnames="config")
+def take_slots(cache: Cache, index: jax.Array, config: ModelConfig) -> Cache:
+  """The slots at index [S'] as a smaller (or larger, or reordered) set, for when most conversations have ended."""
+  lead = (slice(None),) * decoder.cache_slot_axis(config)
+  return jax.tree.map(lambda x: x.at[(*lead, index)].get(out_sharding=jax.typeof(x).sharding.spec), cache)
 
 
-@jax.jit(static_argnames="width")
-def request_keys(seed: jax.Array, coordinates: jax.Array, width: int = 5) -> jax.Array:
-  """Typed keys [S] from integer coordinates [S, width], e.g. (iteration, task, member, turn, purpose): position in the
-  run, never slot or time.
-  """
+def _request_keys(seed, coordinates):
+  """Typed keys [X] from coordinates [X, 5]: position in the run, never slot or time."""
 
   def one(row):
     key = jax.random.key(seed)
-    for i in range(width):
+    for i in range(coordinates.shape[1]):
       key = jax.random.fold_in(key, row[i])
     return key
 
   return jax.vmap(one)(coordinates)
+
+
+_token_keys = jax.vmap(jax.random.fold_in)
+
+
+def _shard_local(function):
+  """`function(leaf, index, ...)` over a cache, within each row shard: nothing is gathered from other shards."""
+
+  def call(cache, index, *rest):
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (cache, index, *rest))
+
+    def local(cache, index, *rest):
+      return jax.tree.map(lambda x, *more: function(x, index, *more), cache, *rest)
+
+    return jax.shard_map(local, in_specs=specs, out_specs=specs[0])(cache, index, *rest)
+
+  return call

@@ -7,7 +7,7 @@ import time
 from seed_jax.intervals import summarize
 from seed_jax.mechanism import run_mechanism
 from seed_jax.metrics import progress, say
-from seed_jax.rollout import Episode, play
+from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
 
 
@@ -38,16 +38,16 @@ def evaluate_policy(run: Run, name: str) -> dict:
   """
   e = run.config.evaluate
   model, params = run.load_policy(name)
-  engine = run.actor(model, temperature=e.temperature, seed=process_seed(run.config.seed, "evaluate samples"))
+  engine = run.engine(model, temperature=e.temperature, seed=process_seed(run.config.seed, "evaluate samples"))
   engine.set_params(params)
   panel = run.panel()
   also = [task for split, count in e.get("also", ()) for task in run.benchmark.tasks(split, count, e.seed)]
   episodes = [Episode(task, group, member) for group, task in enumerate(panel + also) for member in range(e.samples)]
   with (
-    run.pool(min(engine.num_slots, len(episodes))) as pool,
+    run.pool(len(episodes)) as pool,
     progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
   ):
-    trajectories = play(engine, pool, run.prompter, episodes, on_episode=lambda t: bar.update(1))
+    trajectories = run.play(engine, pool, episodes, on_episode=lambda t: bar.update(1))
   rest = [t for t in trajectories if t.group >= len(panel)]  # config.evaluate.also: told apart from the panel
   trajectories = [t for t in trajectories if t.group < len(panel)]
   played = [t for t in trajectories if not t.error]

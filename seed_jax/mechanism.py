@@ -10,7 +10,7 @@ import numpy as np
 
 from seed_jax.intervals import paired_difference
 from seed_jax.metrics import say
-from seed_jax.rollout import Episode, play
+from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
 
 
@@ -18,20 +18,13 @@ def run_mechanism(run: Run, policy: str = "sft") -> dict:
   """Success with no, own and foreign skill on the same tasks; gains with 95 % intervals over tasks."""
   e = run.config.evaluate
   model, params = run.load_policy(policy)
-  actor = run.actor(model, temperature=e.temperature, seed=process_seed(run.config.seed, "mechanism"))
-  actor.set_params(params)
-  analyst = run.analyst(model)
-  analyst.set_params(params)
+  engine = run.engine(model, temperature=e.temperature, seed=process_seed(run.config.seed, "mechanism"))
+  engine.set_params(params)
   tasks = run.benchmark.tasks(e.mechanism_split, e.mechanism_tasks, process_seed(run.config.seed, "mechanism tasks"))
-  with run.pool(actor.num_slots) as pool:
-    first = play(
-      actor,
-      pool,
-      run.prompter,
-      [Episode(t, g, m) for g, t in enumerate(tasks) for m in range(e.mechanism_samples)],
-      iteration=0,
-    )
-    stats = run.analyze(analyst, first, iteration=0)
+  with run.pool(len(tasks) * e.mechanism_samples) as pool:
+    episodes = [Episode(t, g, m) for g, t in enumerate(tasks) for m in range(e.mechanism_samples)]
+    first = run.play(engine, pool, episodes, iteration=0, reading=run.reading())
+    stats = run.parse(first)
     own = {}
     for t in first:
       if t.won and t.skill:
@@ -44,7 +37,7 @@ def run_mechanism(run: Run, policy: str = "sft") -> dict:
     rates = {}
     for number, (name, skills) in enumerate({"none": {}, "own": own, "foreign": foreign}.items()):
       episodes = [Episode(tasks[g], g, m, skills.get(g, "")) for g in groups for m in range(e.mechanism_samples)]
-      played = play(actor, pool, run.prompter, episodes, iteration=1 + number)
+      played = run.play(engine, pool, episodes, iteration=1 + number)
       rates[name] = np.asarray([np.mean([t.won for t in played if t.group == g]) for g in groups])
   own_gain, foreign_gain = (
     paired_difference(rates["own"], rates["none"]),

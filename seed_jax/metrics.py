@@ -296,6 +296,10 @@ class Timer:
     finally:
       self._seconds[phase] += time.perf_counter() - start
 
+  def add(self, phase: str, seconds: float) -> None:
+    """Seconds that were measured elsewhere."""
+    self._seconds[phase] += seconds
+
   def take(self, prefix: str = "seconds/") -> dict[str, float]:
     """The seconds since the last call, by prefixed phase name."""
     taken = {prefix + phase: seconds for phase, seconds in self._seconds.items()}

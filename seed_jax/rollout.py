@@ -1,8 +1,8 @@
 """The environment loop: an environment pool on one side, the engine on the other, trajectories out.
 
-All running episodes take one turn together; an episode that ends gives its slot to the next one at once. What is
-sampled depends on (seed, iteration, task, member, turn, token) alone, never on slots or on the order in which
-environments answer.
+Every episode goes its own pace: an environment that has answered gets its next turn while others still decode, an
+episode that ends gives its place to the next one and is analysed at once. What is sampled depends on (seed, iteration,
+task, member, turn, token) alone, never on slots or on the order in which environments answer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 
-from envs.pool import Pool
+from envs.pool import Pool, Result
 from envs.protocol import Benchmark, Task
-from seed_jax.engine import Completion, Engine, Request
+from seed_jax.engine import Engine, Request
 from seed_jax.skills import insert_skill
 from seed_jax.text import Tokenizer, truncate_prompt
 from seed_jax.trajectory import Trajectory, Turn
@@ -74,6 +74,31 @@ class Prompter:
     return self.tokens(trajectory.turns[step].prompt, step, trajectory.skill) if trajectory.skill else None
 
 
+@dataclasses.dataclass
+class _Running:
+  """One episode under way in an environment of the pool."""
+
+  number: int  # in the list of episodes
+  episode: Episode
+  trajectory: Trajectory
+  observation: str = ""
+  admissible: tuple[str, ...] = ()
+  prompt: str = ""
+  ids: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+  """How finished episodes are read by the policy itself, while others are still played.
+
+  prompt(trajectory) gives the request's token ids; its answer, decoded, becomes `trajectory.analysis`.
+  """
+
+  prompt: Callable[[Trajectory], Sequence[int]]
+  max_new: int
+  temperature: float = 0.0
+
+
 def play(
   engine: Engine,
   pool: Pool,
@@ -81,39 +106,62 @@ def play(
   episodes: Sequence[Episode],
   *,
   iteration: int = 0,
+  reading: Reading | None = None,
+  answer_after: int = 0,
   on_episode: Callable[[Trajectory], None] | None = None,
+  on_idle: Callable[[], bool] | None = None,
 ) -> list[Trajectory]:
   """Plays every episode once with the engine's parameters; trajectories in the order of `episodes`.
 
-  An environment that fails ends its own episode, with `error` set; the others go on.
+  An episode whose environment has answered gets its next turn while others still decode, and one that has ended is
+  analysed at once (`reading`), in the slots that the last long episodes leave idle. An environment that fails ends its
+  own episode, with `error` set; the others go on.
+
+  answer_after: an environment's answer is taken that many engine steps after its action, and waited for then: 0 waits
+  at once, 1 lets environments work while the engine does. Either way the batches do not depend on how fast they are,
+  and a run repeats bit for bit. -1 takes answers as they come: no waiting, the same samples but for the last rounding.
+  on_idle is called while the engine has nothing to do but environments are at work; it returns whether it did some
+  work of its own.
   """
-  done: dict[int, Trajectory] = {}
-  waiting = list(range(len(episodes)))[::-1]
-  running: dict[int, int] = {}  # slot -> episode
-  free = list(range(min(engine.num_slots, pool.num_envs)))[::-1]
-  current: dict[int, Trajectory] = {}
-  next_observation: dict[int, tuple[str, tuple[str, ...]]] = {}
+  return _Player(engine, pool, prompter, episodes, iteration, reading, answer_after, on_episode, on_idle).play()
 
-  def finish(slot, **changes):
-    trajectory = current.pop(slot)
-    for name, value in changes.items():
-      setattr(trajectory, name, value)
-    done[running.pop(slot)] = trajectory
-    engine.release(slot)
-    free.append(slot)
-    if on_episode:
-      on_episode(trajectory)
 
-  while waiting or running:
-    while waiting and free:
-      slot, number = free.pop(), waiting.pop()
-      e = episodes[number]
-      running[slot] = number
-      current[slot] = Trajectory(
+class _Player:
+  """The state of one `play`."""
+
+  def __init__(self, engine, pool, prompter, episodes, iteration, reading, answer_after, on_episode, on_idle):
+    self.engine, self.pool, self.prompter, self.episodes = engine, pool, prompter, episodes
+    self.iteration, self.reading, self.answer_after = iteration, reading, answer_after
+    self.on_episode, self.on_idle = on_episode, on_idle
+    self.done: dict[int, Trajectory] = {}
+    self.waiting = list(range(len(episodes)))[::-1]
+    self.free = list(range(pool.num_envs))[::-1]
+    self.running: dict[int, _Running] = {}  # environment -> episode
+    self.due: dict[int, int] = {}  # environment at work -> engine step before which its answer is taken
+    self.arrived: dict[int, Result] = {}
+    self.clock = 0  # engine steps
+    engine.reset()
+
+  def play(self) -> list[Trajectory]:
+    while self.waiting or self.running or self.engine.busy:
+      self._start_episodes()
+      for environment, result in self._answers():
+        self._answered(environment, result)
+      for conversation, completion in self.engine.step():
+        kind, number = conversation
+        (self._responded if kind == ACT else self._analysed)(number, completion)
+      self.clock += 1
+    return [self.done[i] for i in range(len(self.episodes))]
+
+  def _start_episodes(self):
+    while self.waiting and self.free:
+      environment, number = self.free.pop(), self.waiting.pop()
+      e = self.episodes[number]
+      blank = Trajectory(
         e.task.id,
         e.task.family,
         "",
-        prompter.setting.mode,
+        self.prompter.setting.mode,
         e.group,
         e.member,
         [],
@@ -121,87 +169,130 @@ def play(
         episode_return=0.0,
         truncated=False,
       )
-      next_observation.pop(slot, None)
-      pool.reset(slot, dict(e.task.payload))
-    for slot, result in _gather(pool):
-      if result.error:
-        finish(slot, error=result.error)
-        continue
-      trajectory = current[slot]
-      trajectory.task = result.info.get("task", trajectory.task)
-      if trajectory.turns:
-        turn = trajectory.turns[-1]
-        turn.reward = float(result.reward)
-        turn.valid = turn.valid and bool(result.info.get("valid", True))
-        trajectory.episode_return += float(result.reward)
-      trajectory.won = bool(result.info.get("won", False))
-      out_of_steps = trajectory.length >= prompter.setting.max_steps
-      if result.terminated or (result.truncated and trajectory.turns) or out_of_steps:
-        finish(slot, truncated=not result.terminated)
-      else:
-        next_observation[slot] = (result.observation, tuple(result.info.get("admissible", ())))
-    if running:
-      _turn(engine, pool, prompter, episodes, running, current, next_observation, iteration, finish)
-  return [done[i] for i in range(len(episodes))]
+      self.running[environment] = _Running(number, e, blank)
+      self.pool.reset(environment, dict(e.task.payload))
+      self.due[environment] = self.clock + max(self.answer_after, 0)
 
+  def _answers(self):
+    """Answers of environments that are to be acted on now, by environment."""
+    if self.answer_after < 0:
+      block = bool(self.due) and not self.engine.can_work and not self._idle_work()
+      self.arrived.update(self.pool.ready(None if block else 0.0) if self.due else ())
+      chosen = list(self.arrived)
+    else:
+      if not self.engine.can_work and self.due:
+        self.clock = max(self.clock, min(self.due.values()))
+      chosen = [e for e, step in self.due.items() if step <= self.clock]
+      while any(e not in self.arrived for e in chosen):
+        self.arrived.update(self.pool.ready(0.0 if self._idle_work() else None))
+    for environment in chosen:
+      del self.due[environment]
+    return sorted((e, self.arrived.pop(e)) for e in chosen)
 
-def _turn(engine, pool, prompter, episodes, running, current, next_observation, iteration, finish):
-  requests, prompts = [], []
-  for slot in sorted(running):
-    trajectory, episode = current[slot], episodes[running[slot]]
-    step = trajectory.length
-    prompt = prompter.text(trajectory, *next_observation[slot])
-    ended = not step or int(trajectory.turns[-1].response_ids[-1]) in prompter.tokenizer.stop_ids
-    ids = prompter.tokens(prompt, step, episode.skill, ended=ended)
-    if engine.room(slot, fresh=_fresh(prompter, step)) < len(ids) + 1:
-      finish(slot, truncated=True)  # the conversation has outgrown its slot: it ends here, unsuccessful
-      continue
-    coordinates = (iteration, task_number(episode.task.id), episode.member, step, ACT)
-    requests.append(Request(slot, ids, coordinates, fresh=_fresh(prompter, step)))
-    prompts.append((prompt, ids))
-  for request, (prompt, ids), completion in zip(requests, prompts, engine.turn(requests), strict=True):
-    trajectory = current[request.slot]
-    response = prompter.tokenizer.decode(completion.tokens)
-    action, valid = prompter.benchmark.parse(response)
-    observation, admissible = next_observation[request.slot]
-    trajectory.turns.append(
-      Turn(observation, admissible, prompt, ids, completion.tokens, completion.logprobs, response, action, valid, 0.0)
+  def _idle_work(self):
+    return self.on_idle is not None and self.on_idle()
+
+  def _answered(self, environment, result):
+    """An environment has answered: the episode ends, or its next turn is asked for."""
+    run = self.running[environment]
+    trajectory = run.trajectory
+    if result.error:
+      self._finish(environment, error=result.error)
+      return
+    trajectory.task = result.info.get("task", trajectory.task)
+    if trajectory.turns:
+      turn = trajectory.turns[-1]
+      turn.reward = float(result.reward)
+      turn.valid = turn.valid and bool(result.info.get("valid", True))
+      trajectory.episode_return += float(result.reward)
+    trajectory.won = bool(result.info.get("won", False))
+    out_of_steps = trajectory.length >= self.prompter.setting.max_steps
+    if result.terminated or (result.truncated and trajectory.turns) or out_of_steps:
+      self._finish(environment, truncated=not result.terminated)
+      return
+    run.observation, run.admissible = result.observation, tuple(result.info.get("admissible", ()))
+    step, transcript = trajectory.length, self.prompter.setting.mode == "transcript"
+    run.prompt = self.prompter.text(trajectory, run.observation, run.admissible)
+    ended = not step or int(trajectory.turns[-1].response_ids[-1]) in self.prompter.tokenizer.stop_ids
+    run.ids = self.prompter.tokens(run.prompt, step, run.episode.skill, ended=ended)
+    name, fresh = (ACT, environment), not step or not transcript
+    if self.engine.room(name, fresh=fresh) < len(run.ids) + 1:
+      self._finish(environment, truncated=True)  # the conversation has outgrown its slot: it ends here, unsuccessful
+      return
+    coordinates = (self.iteration, task_number(run.episode.task.id), run.episode.member, step, ACT)
+    self.engine.submit(Request(name, run.ids, coordinates, fresh=fresh, keep=transcript))
+
+  def _responded(self, environment, completion):
+    """The policy has acted: the environment takes its step."""
+    run = self.running[environment]
+    response = self.prompter.tokenizer.decode(completion.tokens)
+    action, valid = self.prompter.benchmark.parse(response)
+    run.trajectory.turns.append(
+      Turn(
+        run.observation,
+        run.admissible,
+        run.prompt,
+        run.ids,
+        completion.tokens,
+        completion.logprobs,
+        response,
+        action,
+        valid,
+        0.0,
+      )
     )
-    pool.step(request.slot, action)
+    self.pool.step(environment, action)
+    self.due[environment] = self.clock + 1 + max(self.answer_after, 0)
+
+  def _finish(self, environment, **changes):
+    run = self.running.pop(environment)
+    for name, value in changes.items():
+      setattr(run.trajectory, name, value)
+    self.done[run.number] = run.trajectory
+    self.engine.release((ACT, environment))
+    self.free.append(environment)
+    if self.on_episode:
+      self.on_episode(run.trajectory)
+    if self.reading and run.trajectory.turns and not run.trajectory.error:
+      prompt = self.reading.prompt(run.trajectory)
+      if len(prompt) < self.engine.capacity:
+        self.engine.submit(_reading_request(run.number, run.trajectory, prompt, self.iteration, self.reading))
+
+  def _analysed(self, number, completion):
+    self.engine.release((ANALYZE, number))
+    self.done[number].analysis = self.prompter.tokenizer.decode(completion.tokens)
 
 
-def _gather(pool):
-  """Every pending result, by slot, so that a slow environment changes nothing but the time."""
-  results = []
-  while some := pool.ready():
-    results += some
-  return sorted(results, key=lambda item: item[0])
+def analyze_episodes(
+  engine: Engine, tokenizer: Tokenizer, trajectories: Sequence[Trajectory], reading: Reading, *, iteration: int
+) -> None:
+  """Analyses of episodes that were played before: sets `analysis` of each, "" where its request does not fit."""
+  engine.reset()
+  for number, trajectory in enumerate(trajectories):
+    trajectory.analysis = ""
+    prompt = reading.prompt(trajectory)
+    if len(prompt) < engine.capacity:
+      engine.submit(_reading_request(number, trajectory, prompt, iteration, reading))
+  while engine.busy:
+    for (_, number), completion in engine.step():
+      engine.release((ANALYZE, number))
+      trajectories[number].analysis = tokenizer.decode(completion.tokens)
 
 
-def _fresh(prompter, step):
-  return step == 0 or prompter.setting.mode == "window"
+def _reading_request(number, trajectory, prompt, iteration, reading) -> Request:
+  """The request that makes the policy read a finished episode."""
+  coordinates = (iteration, task_number(trajectory.task_id), trajectory.member, 0, ANALYZE)
+  return Request(
+    (ANALYZE, number),
+    prompt,
+    coordinates,
+    keep=False,
+    max_new=reading.max_new,
+    temperature=reading.temperature,
+    stop_strings=False,
+  )
 
 
 def task_number(task_id: str) -> int:
   """A 31-bit number of a task's name, for sampling keys (the same on every machine)."""
   return zlib.crc32(task_id.encode()) & 0x7FFFFFFF
-
-
-def complete(
-  engine: Engine, prompts: Sequence[Sequence[int]], coordinates: Sequence[tuple[int, ...]]
-) -> list[Completion | None]:
-  """One response for each single-turn prompt, as many at a time as there are slots; None where the prompt is too long
-  for a slot.
-
-  Longest prompts first, so that a batch wastes little padding.
-  """
-  out: list[Completion | None] = [None] * len(prompts)
-  order = sorted((i for i in range(len(prompts)) if len(prompts[i]) < engine.capacity), key=lambda i: -len(prompts[i]))
-  for start in range(0, len(order), engine.num_slots):
-    some = order[start : start + engine.num_slots]
-    requests = [Request(slot, prompts[i], coordinates[i]) for slot, i in enumerate(some)]
-    for i, completion in zip(some, engine.turn(requests), strict=True):
-      out[i] = completion
-    for request in requests:
-      engine.release(request.slot)
-  return out

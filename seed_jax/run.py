@@ -24,7 +24,7 @@ from seed_jax.metrics import read_json, write_json
 from seed_jax.models import hf
 from seed_jax.models.config import ModelConfig
 from seed_jax.optimizer import OptimizerConfig, make_optimizer
-from seed_jax.rollout import ANALYZE, Prompter, Setting, complete, task_number
+from seed_jax.rollout import Episode, Prompter, Reading, Setting, analyze_episodes, play, task_number
 from seed_jax.trajectory import MODES, Trajectory
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
@@ -182,44 +182,41 @@ class Run:
   def prompter(self) -> Prompter:
     return Prompter(self.benchmark, self.tokenizer, self.setting())
 
-  def pool(self, num_envs: int) -> Pool:
+  def pool(self, num_episodes: int) -> Pool:
+    """Environments for so many episodes: at most config.rollout.environments at a time (0: as many as slots)."""
     r = self.config.rollout
+    count = min(r.environments or r.slots, num_episodes)
     return Pool(
-      self.benchmark, num_envs, min(r.workers, num_envs), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout
+      self.benchmark, count, min(r.workers, count), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout
     )
 
-  def actor(self, model: ModelConfig, *, temperature: float, seed: int) -> Engine:
-    """An engine that acts: one turn is a response of at most config.rollout.max_response tokens."""
-    r = self.config.rollout
+  def engine(self, model: ModelConfig, *, temperature: float, seed: int) -> Engine:
+    """An engine that acts, with at most config.rollout.max_response tokens a turn, and writes analyses."""
+    r, a = self.config.rollout, self.config.analysis
     return Engine(
       model,
       self.mesh,
       num_slots=r.slots,
-      capacity=r.capacity,
+      capacity=max(r.capacity, a.max_prompt + a.max_response),
       max_new=r.max_response,
       sampling=decode.Sampling(temperature, r.top_k, r.top_p),
       stop_ids=self.tokenizer.stop_ids,
       seed=seed,
       find_stop=self._stop_finder(tuple(r.stop_strings)),
       prefill_buckets=tuple(r.prefill_buckets),
+      prefill_tokens=r.prefill_tokens,
       smallest=r.smallest_bucket,
+      refill=r.refill,
+      share_prefix=r.share_prefix,
     )
 
-  def analyst(self, model: ModelConfig) -> Engine:
-    """An engine that writes analyses, greedily."""
-    a = self.config.analysis
-    return Engine(
-      model,
-      self.mesh,
-      num_slots=a.slots,
-      capacity=a.max_prompt + a.max_response,
-      max_new=a.max_response,
-      sampling=decode.Sampling(0.0),
-      stop_ids=self.tokenizer.stop_ids,
-      seed=self.config.seed,
-      prefill_buckets=tuple(a.prefill_buckets),
-      smallest=self.config.rollout.smallest_bucket,
-    )
+  def play(self, engine: Engine, pool: Pool, episodes: Sequence[Episode], **options) -> list[Trajectory]:
+    """`rollout.play` as the config says."""
+    return play(engine, pool, self.prompter, episodes, answer_after=self.config.rollout.answer_after, **options)
+
+  def reading(self) -> Reading:
+    """How the policy analyses its episodes: greedily, as the config says."""
+    return Reading(self.analysis_prompt, self.config.analysis.max_response)
 
   def analysis_prompt(self, trajectory: Trajectory) -> list[int]:
     """Token ids of the request for a skill; at most config.analysis.max_prompt of them."""
@@ -232,16 +229,19 @@ class Run:
     return self.tokenizer.first(message)
 
   def analyze(self, engine: Engine, trajectories: Sequence[Trajectory], *, iteration: int) -> dict[str, float]:
-    """The policy reads its own finished episodes: fills analysis, summary and skill. Returns parse statistics.
+    """The policy reads finished episodes: fills analysis, summary and skill. Returns parse statistics.
 
     An episode that broke off, or whose request is too long, gets no analysis; one whose answer does not parse gets no
     skill.
     """
-    readable = [t for t in trajectories if t.turns and not t.error]
-    prompts = [self.analysis_prompt(t) for t in readable]
-    answers = complete(engine, prompts, [(iteration, task_number(t.task_id), t.member, 0, ANALYZE) for t in readable])
-    texts = ["" if a is None else self.tokenizer.decode(a.tokens) for a in answers]
-    parsed = skills.attach_analyses(readable, texts)
+    readable = _readable(trajectories)
+    analyze_episodes(engine, self.tokenizer, readable, self.reading(), iteration=iteration)
+    return self.parse(readable)
+
+  def parse(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Summary and skill of every episode from its analysis. Returns parse statistics."""
+    readable = _readable(trajectories)
+    parsed = skills.attach_analyses(readable, [t.analysis for t in readable])
     return {"analyzed": len(readable), "parsed": parsed, "parse_rate": parsed / max(len(readable), 1)}
 
   def panel(self) -> list[Task]:
@@ -297,6 +297,10 @@ class Run:
       found = read_json(other / f"{stage}.json", None)
       if found is not None and self.done(stage) is None:
         self.finish(stage, found | {"start": str(other)})
+
+
+def _readable(trajectories):
+  return [t for t in trajectories if t.turns and not t.error]
 
 
 def optimizer_config(section) -> OptimizerConfig:

@@ -32,7 +32,7 @@ def run_sft(run: Run) -> dict:
   run.save_policy("sft", model, params)
 
   # what the paper's Stage 1 is for: does the policy now answer in the form that can be parsed?
-  engine = run.analyst(model)
+  engine = run.engine(model, temperature=0.0, seed=run.config.seed)
   engine.set_params(params)
   unseen = [t for i, t in enumerate(trajectories) if i in held_out][: c.check]
   wanted = [t.skill for t in unseen]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import io
+import functools
 import json
 import os
 import pathlib
@@ -41,10 +42,15 @@ class SentencePieceTokenizer:
     self.vocab_size: int = self._pieces.vocab_size()
     self.pad_id, self.eos_id = self._id(PAD, directory), self._id(END, directory)
     self.stop_ids: tuple[int, ...] = (self.eos_id,)
+    # environments say the same things over and over, and the segmentation of a line takes a good part of a millisecond
+    self._encoded = functools.lru_cache(maxsize=1 << 15)(self._encode)
     self._user, self._assistant = self._id(USER, directory), self._id(ASSISTANT, directory)
 
   def encode(self, text: str) -> list[int]:
     """The ids of plain text; `<|end|>` and the like in it are ordinary characters."""
+    return list(self._encoded(text))
+
+  def _encode(self, text):
     parts = self._pattern.split(text.encode("utf-8", "replace").decode("utf-8"))  # half a surrogate pair becomes "?"
     encoded = iter(self._pieces.encode([part for part in parts[::2] if part]))
     ids: list[int] = []
@@ -53,7 +59,7 @@ class SentencePieceTokenizer:
         ids.append(self._symbols[part])
       elif part:
         ids.extend(next(encoded))
-    return ids
+    return tuple(ids)
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of response ids, without control tokens."""

@@ -13,7 +13,7 @@ import numpy as np
 from seed_jax import batching, learn, methods, optimizer, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
-from seed_jax.rollout import Episode, play
+from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.update import LossConfig, MethodLoss
 
@@ -53,33 +53,30 @@ def run_train(run: Run) -> dict:
     raise ConfigError(
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
     )
-  actor = run.actor(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
-  analyst = run.analyst(model) if method.needs_skills else None
+  engine = run.engine(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
+  reading = run.reading() if method.needs_skills else None
   shapes = run.row_shapes(c)
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
 
   with (
-    run.pool(min(actor.num_slots, c.tasks_per_iteration * c.group_size)) as pool,
+    run.pool(c.tasks_per_iteration * c.group_size) as pool,
     Writer(run.workdir, resume=first, config=run.config.to_dict()) as writer,
     progress(total=c.iterations, initial=first, desc=f"train {method.name}", unit="it", plain=run.plain) as bar,
   ):
     for iteration in range(first, c.iterations):
       tick = time.monotonic()
 
-      # ---- 1. episodes by the current policy
-      with timer("rollout"):
-        actor.set_params(state.params)
-        tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
-        episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
-        trajectories = play(actor, pool, run.prompter, episodes, iteration=iteration)
-        log = episode_metrics(trajectories)
+      # ---- 1. episodes by the current policy, which reads each one as soon as it has ended and writes its skill
+      engine.set_params(state.params)
+      tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
+      episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
+      trajectories = timed_play(run, timer, engine, pool, episodes, iteration=iteration, reading=reading)
+      log = episode_metrics(trajectories) | engine_metrics(engine.take_stats())
 
-      # ---- 2. the same policy writes their hindsight skills
-      with timer("analysis"):
-        if analyst is not None:
-          analyst.set_params(state.params)
-          log |= run.analyze(analyst, trajectories, iteration=iteration)
+      # ---- 2. what the answers say
+      if reading:
+        log |= run.parse(trajectories)
 
       # ---- 3. advantages, samples in both contexts, packed mini-batches
       with timer("batch"):
@@ -113,8 +110,6 @@ def run_train(run: Run) -> dict:
 
       # ---- 6. what happened
       log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
-      log |= {"tokens_sampled": actor.tokens_sampled, "tokens_prefilled": actor.tokens_prefilled}
-      actor.tokens_sampled = actor.tokens_prefilled = 0
       writer.write(iteration + 1, log)  # counted from 1: the number of iterations done
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
@@ -151,6 +146,33 @@ def episode_metrics(trajectories) -> dict[str, float]:
     "response_tokens": float(np.mean([len(turn.response_ids) for turn in turns])) if turns else 0.0,
     "tied_groups": float(np.mean([len(set(g)) == 1 for g in groups.values()])) if groups else 0.0,
     "errors": float(len(trajectories) - len(played)),
+  }
+
+
+def timed_play(run: Run, timer: Timer, engine, pool, episodes, **options):
+  """`run.play`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what skills take after
+  that.
+  """
+  start = ended = time.perf_counter()
+
+  def on_episode(_):
+    nonlocal ended
+    ended = time.perf_counter()
+
+  trajectories = run.play(engine, pool, episodes, on_episode=on_episode, **options)
+  timer.add("rollout", ended - start)
+  timer.add("analysis", time.perf_counter() - ended)
+  return trajectories
+
+
+def engine_metrics(stats) -> dict[str, float]:
+  """What an iteration asked of the engine."""
+  return {
+    "tokens_sampled": stats.tokens_sampled,
+    "tokens_prefilled": stats.tokens_prefilled,
+    "tokens_reused": stats.tokens_reused,
+    "decode_steps": stats.decode_steps,
+    "slot_utilisation": stats.utilisation,
   }
 
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from seed_jax import decode, score, sharding
-from seed_jax.engine import Engine, Request, bucket, powers_of_two
+from seed_jax.engine import Engine
 from seed_jax.metrics import CompileCounter
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
+from seed_jax.requests import Request, bucket, geometric
 from seed_jax.score import Context
 
 CONFIG = ModelConfig("Qwen3ForCausalLM", 64, 32, 2, 4, 2, 8, 48, qk_norm=True, rope_theta=100.0)
@@ -138,7 +139,7 @@ def test_new_parameters_end_every_conversation(params):
   made = engine(params)
   made.turn([Request(0, [3, 4, 5], (0,))])
   made.set_params(made.params)
-  with pytest.raises(ValueError, match="no conversation"):
+  with pytest.raises(ValueError, match="no cache to continue"):
     made.turn([Request(0, [6], (0,), fresh=False)])
 
 
@@ -180,7 +181,8 @@ def test_padded_vocabulary_is_never_sampled_and_has_no_mass(params):
 
 
 def test_buckets():
-  assert powers_of_two(16, 64) == (16, 32, 64) and powers_of_two(16, 48) == (16, 32, 48) and powers_of_two(8, 8) == (8,)
+  assert geometric(16, 64) == (16, 32, 64) and geometric(16, 48) == (16, 32, 48) and geometric(8, 8) == (8,)
+  assert geometric(4, 64, 4) == (4, 16, 64)
   assert bucket(17, (16, 64)) == 64
   with pytest.raises(ValueError, match="65 does not fit the largest bucket 64"):
     bucket(65, (16, 64))

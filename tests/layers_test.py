@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORDER = """
   ground: advantages token_losses losses methods sharding ops flash_decode attention
   models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
-  inference: decode engine score
+  inference: decode requests slots engine score
   records: progress metrics intervals records
   learning: optimizer update checkpoint
   agent: text_template text_sentencepiece text skills analyzers trajectory batching learn rollout

