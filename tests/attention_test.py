@@ -109,36 +109,66 @@ def test_attention_on_a_mesh_is_attention_on_one_device():
   np.testing.assert_allclose(out, naive(q, k, v, mask), atol=1e-5)
 
 
-@pytest.mark.parametrize("shape, heads, size", [((1, 1, 1), (4, 2), 64), ((1, 2, 2), (8, 4), 128)])
-def test_the_splash_kernel_is_packed_attention_forward_and_backward(shape, heads, size):
-  rng = np.random.default_rng(3)
-  B, T, (N, K) = 2, 256, heads
-  segments = np.zeros((B, T), np.int32)  # samples across the edges of blocks, one of a single token, padding at the end
-  positions = np.zeros((B, T), np.int32)
-  for row, lengths in enumerate([(100, 60, 1, 70), (256,)]):
+def packed_rows(T):
+  """positions and segment_ids [2, T]: samples across the edges of pieces, one of a single token, padding at the end."""
+  positions, segments = np.zeros((2, 2, T), np.int32)
+  for row, shares in enumerate([(0.4, 0.25, 0, 0.27), (1,)]):
     at = 0
-    for i, n in enumerate(lengths):
+    for i, share in enumerate(shares):
+      n = max(int(share * T), 1)
       segments[row, at : at + n], positions[row, at : at + n] = i + 1, np.arange(n)
       at += n
-  q, out_gradient = rng.normal(size=(2, B, T, N, size)).astype(np.float32)
-  k, v = rng.normal(size=(2, B, T, K, size)).astype(np.float32)
+  return positions, segments
+
+
+def splash(q, k, v, positions, segment_ids):
+  return attention.splash_packed(q, k, v, segment_ids, interpret=True)
+
+
+@pytest.mark.parametrize(
+  "function, T, shape, heads, size",
+  [
+    (splash, 256, (1, 1, 1), (4, 2), 64),
+    (splash, 256, (1, 2, 2), (8, 4), 128),
+    (attention.flash_packed, 256, (1, 2, 2), (8, 4), 64),
+    (attention.flash_packed, 300, (1, 1, 1), (6, 2), 16),
+    (attention.flash_packed, 1200, (1, 1, 1), (2, 1), 8),
+    (attention.flash_packed, 9, (2, 1, 1), (2, 2), 4),
+  ],
+)
+def test_packed_attention_is_attention_under_its_mask_forward_and_backward(function, T, shape, heads, size):
+  rng = np.random.default_rng(3)
+  N, K = heads
+  positions, segments = packed_rows(T)
+  q, out_gradient = rng.normal(size=(2, 2, T, N, size)).astype(np.float32)
+  k, v = rng.normal(size=(2, 2, T, K, size)).astype(np.float32)
   out_gradient *= (segments > 0)[..., None, None]  # what stands at padding means nothing and is never used
   mesh = sharding.make_mesh(*shape)
   place = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, sharding.spec(*axes)))  # noqa: E731
 
-  def xla(*qkv):
-    return attention.attend_packed(*qkv, attention.packed_mask(positions, segments), segments)
-
-  def kernel(*qkv):
-    return attention.splash_packed(*qkv, segments, interpret=True)
+  def plain(q, k, v, positions, segment_ids):
+    return attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), attention.packed_mask(positions, segment_ids))
 
   with jax.set_mesh(mesh):
-    positions, segments = (place(x, "rows", "tokens") for x in (positions, segments))
+    rows = [place(x, "rows", "tokens") for x in (positions, segments)]
     qkv = [place(x, "rows", "tokens", "heads", "head_size") for x in (q, k, v)]
     out_gradient = place(out_gradient, "rows", "tokens", "heads", "head_size")
     results = []
-    for function in (xla, kernel):
-      out, backward = jax.vjp(jax.jit(function), *qkv)
-      results.append((np.where(np.asarray(segments)[..., None, None] > 0, out, 0), *jax.jit(backward)(out_gradient)))
+    for f in (plain, function):
+      out, backward = jax.vjp(jax.jit(lambda *qkv, f=f: f(*qkv, *rows)), *qkv)
+      results.append((np.where(segments[..., None, None] > 0, out, 0), *jax.jit(backward)(out_gradient)))
   for expected, got in zip(*results, strict=True):
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_packed_attention_in_bfloat16_sums_in_float32():
+  rng = np.random.default_rng(4)
+  positions, segments = packed_rows(256)
+  q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in rng.normal(size=(3, 2, 256, 2, 16)))
+  mask = attention.packed_mask(positions, segments)
+  with jax.set_mesh(sharding.make_mesh()):
+    out = jax.jit(attention.flash_packed)(q, k, v, positions, segments)
+    exact = attention.attend(*(x.astype(jnp.float32) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))), mask)
+  assert out.dtype == jnp.bfloat16
+  live = segments > 0
+  np.testing.assert_allclose(np.asarray(out, np.float32)[live], np.asarray(exact)[live], atol=3e-2)

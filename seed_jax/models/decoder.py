@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 from seed_jax import attention, ops, sharding
@@ -82,7 +83,6 @@ def forward(
   assert positions.shape == (B, T), (tokens.shape, positions.shape)
   x = _embed(params, tokens, config)
   angles = ops.rope_angles(positions, config.head_dim, config.rope_theta)
-  mask = attention.packed_mask(positions, segment_ids) if cache is None else None
   layers = params["layers"]
   names = layers[0] if isinstance(layers, tuple) else layers
   specs = jax.tree.map(
@@ -93,7 +93,7 @@ def forward(
     weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
     with jax.named_scope("attention"):
       normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
-      out, cache = _attention(normed, weights, angles, positions, segment_ids, mask, cache, index, config)
+      out, cache = _attention(normed, weights, angles, positions, segment_ids, cache, index, config)
       x = x + out
     with jax.named_scope("mlp"):
       x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights)
@@ -150,6 +150,24 @@ def unstack(params: dict, config: ModelConfig) -> dict:
   return params | {"layers": tuple(jax.tree.map(lambda w, i=i: w[i], layers) for i in range(config.num_layers))}
 
 
+def for_decode(params: dict) -> dict:
+  """The same parameters as a decode loop reads them: on a TPU, q, k and v lie in memory with their heads outside D.
+
+  A product of few rows with [D, N, H] reads it so. Of parameters that lie otherwise, each call of the loop first makes
+  such a copy, of all layers: 5 % of the weights. Done once for a policy it is free: the arrays stay as they are named.
+  """
+  if sharding.platform() != "tpu":
+    return params
+  layers = params["layers"]
+  moved = {name: jax.device_put(layers[name], heads_outside(layers[name].sharding)) for name in ("q", "k", "v")}
+  return params | {"layers": layers | moved}
+
+
+def heads_outside(spec: jax.sharding.Sharding) -> Format:
+  """Where [L, D, heads, H] lies in memory as [L, heads, D, H]."""
+  return Format(Layout(major_to_minor=(0, 2, 1, 3)), spec)
+
+
 def head(params: dict) -> jax.Array:
   """The output matrix [D, V], gathered over `fsdp`, its vocabulary over `tp`."""
   if "head" in params:
@@ -195,7 +213,7 @@ def _embed(params, tokens, config):
   return embed(table, jax.sharding.reshard(tokens, rows)).astype(config.dtype)
 
 
-def _attention(x, w, angles, positions, segment_ids, mask, cache, layer, config):
+def _attention(x, w, angles, positions, segment_ids, cache, layer, config):
   q = jnp.einsum("btd,dnh->btnh", x, w["q"])
   k = jnp.einsum("btd,dkh->btkh", x, w["k"])
   v = jnp.einsum("btd,dkh->btkh", x, w["v"])
@@ -206,7 +224,7 @@ def _attention(x, w, angles, positions, segment_ids, mask, cache, layer, config)
     k = ops.rms_norm(k, w["k_norm"], config.rms_norm_eps)
   q, k = ops.apply_rope(q, *angles), ops.apply_rope(k, *angles)
   if cache is None:
-    out = attention.attend_packed(q, k, v, mask, segment_ids)
+    out = attention.attend_packed(q, k, v, positions, segment_ids)
   else:
     out, cache = attention.extend_slots(q, k, v, cache, positions, layer)
   return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
