@@ -1,0 +1,58 @@
+"""What only a TPU runs is compiled here for TPUs that are not: the compiler refuses what does not fit."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is not installed"),
+]
+
+
+def compiled(*arguments):
+  """The reports of tpu_programs.py: the compiler aborts the whole process on some errors, so it gets one."""
+  environment = os.environ | {"PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
+  done = subprocess.run(
+    [sys.executable, HERE / "tpu_programs.py", *map(str, arguments)], env=environment, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_decode_kernels_compile_and_copy_no_cache(topology):
+  reports = compiled("kernels", topology)
+  assert len(reports) == 20
+  for report in reports:
+    assert report["kernels"] == 1 and report["temp"] < 0.05 * report["cache"], report
+
+
+@pytest.mark.parametrize(
+  "topology, model, layers, data, tp",
+  [
+    ("v5e:2x2", "Qwen2.5-3B", 36, 4, 1),
+    ("v5e:2x2", "Qwen2.5-3B", 4, 2, 2),
+    ("v5p:2x2x1", "Qwen2.5-7B", 28, 1, 4),
+    ("v6e:2x2", "Qwen3-1.7B", 4, 4, 1),
+    ("v5e:2x2", "Qwen2.5-0.5B", 4, 4, 1),
+  ],
+)
+def test_the_decode_loop_needs_no_memory_besides_the_cache(topology, model, layers, data, tp):
+  (report,) = compiled("generate", topology, model, layers, data, tp)
+  assert report["kernels"] == 2 and report["scatters"] == 0, report
+  assert report["temp"] < 0.05 * report["cache"], report
+
+
+def test_training_takes_the_splash_kernel_and_each_policy_stores_less():
+  reports = [compiled("train", "v5e:4x4", remat)[0] for remat in ("full", "attention_out", "dots_no_batch", "none")]
+  peaks = [report["peak"] for report in reports]
+  assert peaks == sorted(peaks), reports
+  # forward, and one kernel each for dq and for dk and dv; only where its result is not kept does the forward run again
+  assert [report["kernels"] for report in reports] == [4, 3, 4, 3], reports
