@@ -64,6 +64,14 @@ def init_cache(config: ModelConfig, num_slots: int, capacity: int) -> Cache:
 _init_cache = jax.jit(decoder.init_cache, static_argnums=(0, 1, 2))
 
 
+@jax.jit(static_argnames="config")
+def for_loop(params: dict, config: ModelConfig) -> dict:
+  """The parameters as `prefill` and `generate` read them, layer by layer where layers are unrolled. Both take others
+  too, but then slice, and so copy, all weights at every call.
+  """
+  return decoder.unstack(params, config)
+
+
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="cache")
 def prefill(
   params: dict,

@@ -86,7 +86,8 @@ class Engine:
 
   def set_params(self, params) -> None:
     """New weights. Every conversation ends: a cache of old weights would be off-policy without anyone noticing."""
-    self.params = params
+    with jax.set_mesh(self.mesh):
+      self.params = decode.for_loop(params, self.config)
     self.reset()
 
   def reset(self) -> None:
