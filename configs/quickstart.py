@@ -8,7 +8,7 @@ supervised training on those skills, SEED, and an evaluation in unseen rooms wit
   bash launch/local_run.sh --config=configs/quickstart.py:grpo      # another method from the same SFT checkpoint
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 
 def optimizer(**changes) -> ConfigDict:
@@ -39,7 +39,8 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.model = ConfigDict()
   c.model.path = ""  # empty: the `base` stage makes the starting policy
   c.model.dtype = "float32"
-  c.model.scan_layers = False
+  c.model.scan_layers = False  # True on accelerators: one compiled layer; unrolled is faster on a CPU
+  c.model.remat = "none"  # full | dots | ...: what the backward pass computes again instead of keeping
   c.model.tokenizer_options = ConfigDict()
   c.model.shape = ConfigDict(
     dict(
@@ -86,11 +87,12 @@ def get_config(method: str = "seed") -> ConfigDict:
       reward_scale=10.0, invalid_penalty=0.0, normalize="mean_std", per_step=False, rescore="iteration", start_from=""
     )
   )
+  c.train.async_level = 0  # 1: the next episodes are played before the update, with importance weights (loss.tis_cap)
   c.train.update(dict(row_lengths=(320,), micro_tokens=1_280, response_fraction=0.75))
   c.train.loss = ConfigDict(
     dict(clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.01, kl_estimator="k3", entropy_coef=0.0)
   )
-  c.train.loss.update(dict(opd_coef=0.01, opd_beta=5.0))
+  c.train.loss.update(dict(opd_coef=0.01, opd_beta=5.0, tis_cap=config_dict.placeholder(float)))
   c.train.optimizer = optimizer(learning_rate=3e-4, schedule="constant")
 
   c.evaluate = ConfigDict(dict(split="unseen", tasks=240, samples=1, seed=0, temperature=0.4))

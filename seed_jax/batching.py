@@ -113,14 +113,15 @@ def turn_advantages(
     np.full(len(s), 0.0 if t.error else 1.0 if per_step else 1.0 / max(len(s), 1), np.float32)
     for s, t in zip(scores, trajectories, strict=True)
   ]
-  flat = [np.concatenate(x) if x else np.zeros(0, np.float32) for x in (scores, ids, weights)]
+  none = np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, np.float32)  # without an episode
+  flat = [np.concatenate([n, *x]) for n, x in zip(none, (scores, ids, weights), strict=True)]
   power = 1 << max(len(flat[0]) - 1, 0).bit_length()  # without a bound a power of two: few compiled shapes
   fill = (num_turns if num_turns >= len(flat[0]) else power) - len(flat[0])  # fill has weight 0
   values, group, weight = np.pad(flat[0], (0, fill)), np.pad(flat[1], (0, fill)), np.pad(flat[2], (0, fill))
   flat_advantages = np.asarray(
     advantage(values, group, num_groups=max(len(groups), num_groups), normalize=normalize, weights=weight)
   )
-  return np.split(flat_advantages[: len(flat[0])], np.cumsum([len(s) for s in scores])[:-1])
+  return np.split(flat_advantages[: len(flat[0])], np.cumsum([len(s) for s in scores[:-1]], dtype=int))[: len(scores)]
 
 
 def episode_samples(
@@ -252,7 +253,7 @@ def empty_batch(shape: RowShape, mesh: jax.sharding.Mesh, *, skills: bool, micro
 
 def row_fill(samples: Sequence[Sample], batches: Sequence[Batch]) -> float:
   """Share of the ordinary rows' columns that hold a token, over the micro-batches that are computed."""
-  columns = sum(int(b.count) * b.ordinary.tokens[0].size for b in batches)
+  columns = sum(int(b.count) * b.ordinary.tokens.size // b.ordinary.tokens.shape[0] for b in batches)
   return sum(len(s.tokens) for s in samples) / max(columns, 1)
 
 

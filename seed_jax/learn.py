@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from seed_jax import batching, score
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
-from seed_jax.update import Batch, LossConfig, TrainState, Update
+from seed_jax.update import Batch, LossConfig, TrainState, Update, drained
 
 RESCORE = ("iteration", "minibatch")
 
@@ -96,11 +96,18 @@ def update_all(
   step: Update, state: TrainState, minibatches: Sequence[Sequence[Batch]], scoring: Scoring
 ) -> tuple[TrainState, dict[str, float]]:
   """One optimizer step a mini-batch. Metrics are means over them, of a metric named `..._max` the largest."""
+  return drained(updates(step, state, minibatches, scoring))
+
+
+def updates(
+  step: Update, state: TrainState, minibatches: Sequence[Sequence[Batch]], scoring: Scoring
+) -> Generator[None, None, tuple[TrainState, dict[str, float]]]:
+  """`update_all` as a generator that stops after every program, for who fills the pauses of something else with it."""
   taken = []
   for number, part in enumerate(minibatches):
     if number and scoring.rescore == "minibatch" and scoring.method.needs_skills:
       part = [rescored(b, state.params, scoring) for b in part]
-    state, metrics = step(state, [b.replace(skill=None) for b in part])  # only ordinary rows are differentiated
+    state, metrics = yield from step.pieces(state, [b.replace(skill=None) for b in part])  # only ordinary rows are differentiated
     taken.append(metrics)
   taken = jax.device_get(taken)
   over = {name: np.max if name.endswith("_max") else np.mean for name in taken[0]}

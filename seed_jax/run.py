@@ -160,6 +160,7 @@ class Run:
       config,
       dtype=self.config.model.dtype,
       scan_layers=self.config.model.scan_layers,
+      remat=self.config.model.remat,
       num_valid_tokens=min(self.tokenizer.vocab_size, config.vocab_size),
     )
 

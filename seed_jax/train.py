@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from seed_jax import batching, learn, methods, optimizer, update
@@ -21,7 +22,12 @@ MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported 
 
 
 def run_train(run: Run) -> dict:
-  """Trains policy/sft (or policy/base where the method asks for it) and writes policy/final."""
+  """Trains policy/sft (or policy/base where the method asks for it) and writes policy/final.
+
+  With async_level=1 the episodes of an iteration are played by the policy before the last update, while that update
+  fills the pauses in which environments are at work: the metrics mismatch_* and old_kl tell how far the sampler was
+  from the policy that is updated, and loss.tis_cap corrects for it.
+  """
   c = run.config.train
   method = methods.get(run.config.method)
   start_from = c.start_from or ("sft" if method.needs_sft or run.done("sft") else "base")
@@ -39,16 +45,20 @@ def run_train(run: Run) -> dict:
 
   # ---- where a former run got to
   checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=run.config.checkpoint.keep)
-  found = checkpoints.restore(state, run.resume_step("train"))
+  behaviour = params  # that samples the next episodes: with async_level=1 the policy before the last update
+  found = checkpoints.restore((state, params) if c.async_level else state, run.resume_step("train"))
   first, seconds_before = 0, 0.0
   if found:
-    first, state, record = found
+    first, restored, record = found
+    state, behaviour = restored if c.async_level else (restored, None)
     seconds_before = record["seconds"]
     checkpoints.drop_after(first)
     say(f"train: resumed at iteration {first} of {c.iterations}")
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
+  if c.async_level not in (0, 1):
+    raise ConfigError(f"train.async_level={c.async_level} is unknown; 0 plays with the current policy, 1 a step ahead")
   if len(pool_of_tasks) < c.tasks_per_iteration:
     raise ConfigError(
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
@@ -59,53 +69,75 @@ def run_train(run: Run) -> dict:
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
 
+  def sample(iteration, params, on_idle=None):
+    engine.set_params(params)
+    tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
+    episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
+    options = dict(iteration=iteration, reading=reading, on_idle=on_idle)
+    played = timed_play(run, timer, engine, pool, episodes, **options)
+    return played, episode_metrics(played) | engine_metrics(engine.take_stats())
+
+  def advantages_of(trajectories):
+    return batching.turn_advantages(
+      trajectories,
+      reward_scale=c.reward_scale,
+      invalid_penalty=c.invalid_penalty,
+      normalize=c.normalize,
+      per_step=c.per_step,
+      advantage=method.advantage,
+      num_groups=c.tasks_per_iteration,
+      num_turns=c.tasks_per_iteration * c.group_size * run.config.rollout.max_steps,
+    )
+
+  engine.set_params(params)
+  learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
+  others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
+  warm_up([*engine.programs(), *learning, *others], run)
+  del learning  # it holds the state
+  say(f"train: {compiles.take()} programs are compiled")
+
   with (
     run.pool(c.tasks_per_iteration * c.group_size) as pool,
     Writer(run.workdir, resume=first, config=run.config.to_dict()) as writer,
     progress(total=c.iterations, initial=first, desc=f"train {method.name}", unit="it", plain=run.plain) as bar,
   ):
+    if c.async_level and first < c.iterations:
+      ahead = sample(first, behaviour)
     for iteration in range(first, c.iterations):
       tick = time.monotonic()
 
       # ---- 1. episodes by the current policy, which reads each one as soon as it has ended and writes its skill
-      engine.set_params(state.params)
-      tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
-      episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
-      trajectories = timed_play(run, timer, engine, pool, episodes, iteration=iteration, reading=reading)
-      log = episode_metrics(trajectories) | engine_metrics(engine.take_stats())
+      if c.async_level == 0:
+        ahead = sample(iteration, state.params)
+      trajectories, log = ahead
 
       # ---- 2. what the answers say
       if reading:
         log |= run.parse(trajectories)
 
       # ---- 3. advantages, samples in both contexts, packed mini-batches
-      with timer("batch"):
-        advantages = batching.turn_advantages(
-          trajectories,
-          reward_scale=c.reward_scale,
-          invalid_penalty=c.invalid_penalty,
-          normalize=c.normalize,
-          per_step=c.per_step,
-          advantage=method.advantage,
-          num_groups=c.tasks_per_iteration,
-          num_turns=c.tasks_per_iteration * c.group_size * run.config.rollout.max_steps,
-        )
+      with timer("batch"), jax.set_mesh(run.mesh):
+        advantages = advantages_of(trajectories)
         samples = batching.episode_samples(
           trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None
         )
         samples, log["samples_dropped"] = batching.that_fit(samples, shapes)
         parts = learn.mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
-        with jax.set_mesh(run.mesh):
-          minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
+        minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
         log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])
 
       # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
       with timer("score"), jax.set_mesh(run.mesh):
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
 
-      # ---- 5. the update
-      with timer("update"), jax.set_mesh(run.mesh):
-        state, metrics = learn.update_all(step_fn, state, minibatches, scoring)
+      # ---- 5. the update; one step ahead, the next episodes are played first, and its programs fill their pauses
+      work = Pieces(learn.updates(step_fn, state, minibatches, scoring), run.mesh)
+      if c.async_level and iteration + 1 < c.iterations:
+        with jax.set_mesh(run.mesh):
+          behaviour = copied(state.params)  # the update gives the buffers of its state away
+        ahead = sample(iteration + 1, behaviour, on_idle=work.advance)
+      with timer("update"):
+        state, metrics = work.finish()
       log |= metrics
 
       # ---- 6. what happened
@@ -114,7 +146,8 @@ def run_train(run: Run) -> dict:
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
         seconds = seconds_before + time.monotonic() - started
-        checkpoints.save(iteration + 1, state, {"seconds": seconds, "method": method.name})
+        saved = (state, behaviour) if c.async_level else state
+        checkpoints.save(iteration + 1, saved, {"seconds": seconds, "method": method.name})
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 
@@ -147,6 +180,43 @@ def episode_metrics(trajectories) -> dict[str, float]:
     "tied_groups": float(np.mean([len(set(g)) == 1 for g in groups.values()])) if groups else 0.0,
     "errors": float(len(trajectories) - len(played)),
   }
+
+
+@jax.jit
+def copied(params):
+  """The same parameters in buffers of their own."""
+  return jax.tree.map(jnp.copy, params)
+
+
+def warm_up(programs, run: Run) -> None:
+  """Compiles every program of an iteration before the first one, so that none of them is a surprise later."""
+  with jax.set_mesh(run.mesh), progress(total=len(programs), desc="compile", unit="program", plain=run.plain) as bar:
+    for _, compile_it in programs:
+      compile_it()
+      bar.update(1)
+
+
+class Pieces:
+  """Work that is done a piece at a time while something else waits, and then to its end."""
+
+  def __init__(self, pieces, mesh):
+    self._pieces, self._mesh, self._result = pieces, mesh, None
+
+  def advance(self) -> bool:
+    """Does a piece; whether there may be another."""
+    if self._result is None:
+      with jax.set_mesh(self._mesh):
+        try:
+          next(self._pieces)
+        except StopIteration as end:
+          self._result = (end.value,)
+    return self._result is None
+
+  def finish(self):
+    """What the work comes to."""
+    while self.advance():
+      pass
+    return self._result[0]
 
 
 def timed_play(run: Run, timer: Timer, engine, pool, episodes, **options):

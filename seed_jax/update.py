@@ -10,7 +10,7 @@ before the first gradient, so that the objective does not depend on how samples 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import flax.struct
 import jax
@@ -178,10 +178,15 @@ class Update:
     self._zeros = jax.jit(zeros)
 
   def __call__(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict]:
+    return drained(self.pieces(state, batches))
+
+  def pieces(self, state: TrainState, batches: Sequence[Batch]) -> Generator[None, None, tuple[TrainState, dict]]:
+    """The same, a program at a time: stops behind each batch, so that other work finds a place between them."""
     denominators = total_counts(batches)
     grads, metrics = self._zeros(state.params, batches[0], denominators)
     for batch in batches:
       grads, metrics = self._accumulate(state.params, grads, metrics, batch, denominators)
+      yield
     return self._apply(state, grads, metrics)
 
   def compile(self, state: TrainState, batch: Batch) -> None:
@@ -190,6 +195,15 @@ class Update:
     grads, metrics = self._zeros(state.params, batch, denominators)
     self._accumulate.lower(state.params, grads, metrics, batch, denominators).compile()
     self._apply.lower(state, grads, metrics).compile()
+
+
+def drained(pieces: Generator):
+  """What a generator returns, after all that is left of it has been done."""
+  while True:
+    try:
+      next(pieces)
+    except StopIteration as end:
+      return end.value
 
 
 def make_update(

@@ -125,3 +125,28 @@ def test_a_damaged_checkpoint_is_named_and_the_good_one_it_offers_works(whole):
   went_on = start([*command(workdir), "--stages=base", "--resume_from=16"], cache)
   assert went_on.returncode == 0 and "base: resumed at update 16 of 21" in went_on.stderr, went_on.stderr
   assert weights(workdir, "base") == weights(whole, "base")
+
+
+@pytest.mark.slow
+def test_a_run_a_step_ahead_resumes_with_the_policy_that_was_to_sample(whole):
+  """async_level=1: the episodes after a checkpoint are those of the policy before the update, after a restart too."""
+  cache, folder = whole.parent / "cache", whole.parent
+  options = [
+    "--stages=train",
+    f"--config.start={whole}",
+    "--config.train.async_level=1",
+    "--config.train.loss.tis_cap=2",
+  ]
+  undisturbed, broken = folder / "ahead", folder / "ahead-broken"
+  done = start([*command(undisturbed), *options], cache)
+  assert done.returncode == 0, done.stderr
+  kill = ("seed_jax.checkpoint", "Checkpoints.save", "2", "after")
+  assert start([*kill, *command(broken), *options], cache, ("-c", KILLER)).returncode == -signal.SIGKILL
+  ended = start([*command(broken), *options], cache)
+  assert ended.returncode == 0 and "train: resumed at iteration 2 of 4" in ended.stderr, ended.stderr
+  assert weights(broken, "final") == weights(undisturbed, "final") != weights(whole, "final")
+  assert rows(broken) == rows(undisturbed)
+  first, *later = rows(undisturbed)
+  assert (
+    first["mismatch_mean"] < 1e-4 < min(row["mismatch_mean"] for row in later)
+  )  # on-policy once, then a step behind
