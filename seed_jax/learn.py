@@ -107,7 +107,8 @@ def updates(
   for number, part in enumerate(minibatches):
     if number and scoring.rescore == "minibatch" and scoring.method.needs_skills:
       part = [rescored(b, state.params, scoring) for b in part]
-    state, metrics = yield from step.pieces(state, [b.replace(skill=None) for b in part])  # only ordinary rows are differentiated
+    ordinary = [b.replace(skill=None) for b in part]  # only these rows are differentiated
+    state, metrics = yield from step.pieces(state, ordinary)
     taken.append(metrics)
   taken = jax.device_get(taken)
   over = {name: np.max if name.endswith("_max") else np.mean for name in taken[0]}
