@@ -158,14 +158,18 @@ class Update:
     def apply(state: TrainState, grads, metrics):
       norm = optax.global_norm(grads)
       finite = jnp.isfinite(norm)
-      # optax knows no explicit axes; its results keep the specs of what they replace
-      specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, state.opt_state))
-      updates, opt_state = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)(
-        grads, state.opt_state, state.params
-      )
-      new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-      # A step with NaN gradients is skipped as a whole: moments that once held a NaN never recover.
-      new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state.replace(step=state.step + 1))
+
+      def step(params, opt_state):
+        # optax knows no explicit axes; its results keep the specs of what they replace
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (grads, opt_state))
+        optimizer_update = jax.sharding.auto_axes(optimizer.update, out_sharding=specs)
+        updates, opt_state = optimizer_update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+      # A step with NaN gradients is skipped as a whole: moments that once held a NaN never recover. A choice between
+      # programs: one between arrays would read and write the old state along with the new one.
+      skip = lambda params, opt_state: (params, opt_state)  # noqa: E731
+      new = TrainState(state.step + 1, *jax.lax.cond(finite, step, skip, state.params, state.opt_state))
       return new, losses.finish_metrics(metrics) | {"grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
 
     def zeros(params, batch, denominators):
