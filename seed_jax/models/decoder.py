@@ -231,5 +231,13 @@ def _attention(x, w, angles, positions, segment_ids, cache, layer, config):
 
 
 def _mlp(x, w):
-  hidden = jax.nn.silu(jnp.einsum("btd,df->btf", x, w["gate"])) * jnp.einsum("btd,df->btf", x, w["up"])
-  return jnp.einsum("btf,fd->btd", hidden, w["down"], out_sharding=P(ROWS, None, None))
+  """silu(x gate) * (x up) down, over [B * T, D].
+
+  With B and T apart, the weights' gradients contract over two axes, for which XLA on a CPU turns [B, T, F] around in
+  memory, three times a layer: a third of the time of a layer's backward pass.
+  """
+  B, T, D = x.shape
+  x = jax.lax.reshape(x, (B * T, D), out_sharding=P(ROWS, None))
+  hidden = jax.nn.silu(jnp.einsum("md,df->mf", x, w["gate"])) * jnp.einsum("md,df->mf", x, w["up"])
+  out = jnp.einsum("mf,fd->md", hidden, w["down"], out_sharding=P(ROWS, None))
+  return jax.lax.reshape(out, (B, T, D), out_sharding=P(ROWS, None, None))
