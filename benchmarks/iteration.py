@@ -83,8 +83,8 @@ def synthetic(options) -> tuple[dict, str]:
   """
   size, games, slots = ("micro", 4, 4) if options.quick else ("quickstart", 64, 64)
   config, mesh = workload.model(size), sharding.make_mesh()
-  shapes = [batching.RowShape(512, 256, 2)]
-  turns = echo.varied_turns(games, least=2 if options.quick else 4, times=5)
+  shapes = [batching.RowShape(512, 256, 2, skill_length=640)]
+  turns = echo.varied_turns(games, least=2, times=5)  # about 220 tokens an episode, as in the quickstart
   reading = rollout.Reading(lambda t: _transcript(t)[-256:], 4 if options.quick else 40)
   work = {}
   for method in METHODS:

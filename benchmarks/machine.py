@@ -49,6 +49,14 @@ def stream(m: int) -> Probe:
   return Probe(lambda: triad(a, b), 12.0 * m)
 
 
+def lasting(probe: Probe, rate: float, seconds: float) -> Probe:
+  """So many calls of the probe that it takes about `seconds`: a short one would miss, or be ruined by, what a long
+  measurement averages over.
+  """
+  calls = max(round(seconds * rate / probe.work), 1)
+  return Probe(lambda: [probe.run() for _ in range(calls)], calls * probe.work)
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
   """The best of each kind of probe; `flops` and `bandwidth` a second, in this run."""
@@ -89,7 +97,9 @@ def measure(*, quick: bool = False) -> Machine:
   best = lambda names: max(names, key=rates.get)  # noqa: E731
   compute = best([n for n in probes if n.startswith("matmul")])
   memory = best(["read", "stream"])
-  return Machine(probes[compute], probes[memory], rates[compute], rates[memory], rates)
+  lasts = 0.01 if quick else 0.4
+  again = {name: lasting(probes[name], rates[name], lasts) for name in (compute, memory)}
+  return Machine(again[compute], again[memory], rates[compute], rates[memory], rates)
 
 
 def run(options) -> Iterator[Row]:

@@ -5,6 +5,7 @@ Shapes: n tokens of a sample, r sampled tokens of a sample.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 import jax
@@ -18,22 +19,24 @@ ABOUT = "packed rows against one sample a row of 2,560 tokens: seconds of scorin
 
 
 def step_lengths(count: int, *, longest: int, mean: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-  """(n, r) of `count` samples: n log-normal (sigma 0.6) of that mean, cut to [mean / 4, longest]; r likewise, a sixth.
+  """(n, r) of `count` samples: n log-normal (sigma 0.6) of that mean, at most `longest`; r likewise, a sixth of it.
 
-  A stand-in for steps of ALFWorld episodes: prompts of 600 tokens on average of the 2,560 that a row must allow for,
-  100 of them sampled (method.md and the token counts of public runs: 599 a step).
+  A stand-in for steps of ALFWorld episodes: prompts and responses of 600 tokens on average (599 in the token counts of
+  a public run) of the 2,560 that a row must allow for, 100 of them sampled. Evenly spaced quantiles, shuffled.
   """
   rng = np.random.default_rng(seed)
-  # exp of a normal with deviation sigma has mean exp(mu + sigma^2 / 2); the cut changes it by a few percent
-  draw = lambda m: np.exp(rng.normal(np.log(m) - 0.18, 0.6, count))  # noqa: E731
-  n = np.clip(draw(mean), mean / 4, longest).astype(int)
+  normal = statistics.NormalDist()
+  quantiles = np.asarray([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+  # exp of a normal with deviation sigma has mean exp(mu + sigma^2 / 2)
+  draw = lambda m: np.exp(np.log(m) - 0.18 + 0.6 * rng.permutation(quantiles))  # noqa: E731
+  n = np.clip(draw(mean), 8, longest).astype(int)
   r = np.clip(draw(mean / 6), 4, n // 2).astype(int)
   return n, r
 
 
 def run(options) -> Iterator[Row]:
   """One row: seconds for scoring and update of the same samples, packed (ours) and padded (peer)."""
-  longest, count, size = (64, 8, "micro") if options.quick else (2560, 24, "quickstart")
+  longest, count, size = (64, 8, "micro") if options.quick else (2560, 32, "quickstart")
   lengths, responses = step_lengths(count, longest=longest, mean=longest * 600 / 2560)
   config, mesh = workload.model(size), sharding.make_mesh()
   samples = workload.random_samples(config, lengths, responses, skill=max(longest // 40, 1))

@@ -91,6 +91,13 @@ def test_a_share_is_that_of_whatever_binds():
   assert m.share(work_seconds=[1.0], flops=90.0, num_bytes=8.0, probes=probes) == pytest.approx(0.9)
 
 
+def test_a_probe_is_repeated_until_it_lasts():
+  calls = []
+  probe = machine.lasting(machine.Probe(lambda: calls.append(1), 50.0), rate=1000.0, seconds=0.4)
+  probe.run()
+  assert len(calls) == 8 and probe.work == 400.0
+
+
 # ---- the command
 
 
