@@ -199,11 +199,14 @@ def extend_slots(
   """Writes k and v [B, T, K, H] at positions [B, T] of the slots (see `append`), and attends from q [B, T, N, H] to
   what each slot then holds up to the query -> ([B, T, N, H], cache).
 
-  A position at or above the capacity is padding: its result is finite and means nothing.
+  A slot's positions follow each other; those at or above the capacity, behind them, are padding: the result there is
+  finite and means nothing.
   """
   capacity = cache.k.shape[-2]
   if q.shape[1] == 1 and capacity % KERNEL_TILE == 0 and sharding.platform() == "tpu":
     return flash_slots(q, k, v, cache, positions, layer)
+  if sharding.platform() == "tpu":
+    return prefill_slots(q, k, v, cache, positions, layer)
   cache = append(cache, k, v, positions, layer)
   one = layer_of(cache, layer)
   return attend(q, one.k, one.v, cache_mask(positions, capacity)), cache
@@ -223,6 +226,52 @@ def flash_slots(q, k, v, cache: LayerCache, positions, layer=None, *, interpret:
   call = _on_shards(local, specs, (heads, whole, whole))
   out, *cache = call(q[:, 0], k[:, 0], v[:, 0], *cache, positions[:, 0], *index)
   return out[:, None], LayerCache(*cache)
+
+
+def prefill_slots(q, k, v, cache: LayerCache, positions, layer=None):
+  """`extend_slots` slot by slot, without a scatter, for which a TPU would copy the whole cache, and with the scores of
+  one slot at a time in memory.
+  """
+  tokens, whole = P(ROWS[0], None, "tp", None), jax.typeof(cache.k).sharding.spec
+  index = () if layer is None else (layer,)
+
+  def local(q, k, v, k_cache, v_cache, positions, *index):
+    (layer,) = index or (0,)
+    stacked = (k_cache, v_cache) if index else (k_cache[None], v_cache[None])
+    _, _, K, C, H = stacked[0].shape
+    T = q.shape[1]
+    column = jnp.arange(T)
+
+    def write(s, caches):
+      begin = jnp.minimum(positions[s, 0], C - T)  # the piece lies within the slot; the new tokens at its end then
+      shift = positions[s, 0] - begin
+      is_new = (column >= shift) & (column < shift + jnp.sum(positions[s] < C))
+
+      def put(cache, new):
+        at, size = (layer, s, 0, begin, 0), (1, 1, K, T, H)
+        old = jax.lax.dynamic_slice(cache, at, size)
+        new = jnp.roll(new[s].swapaxes(0, 1), shift, axis=1).astype(cache.dtype)
+        return jax.lax.dynamic_update_slice(cache, jnp.where(is_new[:, None], new, old), at)
+
+      return put(caches[0], k), put(caches[1], v)
+
+    stacked = jax.lax.fori_loop(0, q.shape[0], write, stacked)
+
+    def read(s):
+      keys, values = (jax.lax.dynamic_slice(x, (layer, s, 0, 0, 0), (1, 1, K, C, H))[0] for x in stacked)
+      queries = (q[s] * H**-0.5).reshape(1, T, K, -1, H).transpose(0, 2, 3, 1, 4)
+      scores = jnp.einsum("bkxh,bksh->bkxs", _flat(queries), keys, **FLOAT32).reshape(*queries.shape[:4], C)
+      scores = jnp.where(cache_mask(positions[s][None], C), scores, MASKED)
+      weights = _flat(jax.nn.softmax(scores, axis=-1)).astype(values.dtype)
+      out = jnp.einsum("bkxs,bksh->bkxh", weights, values, **FLOAT32).reshape(queries.shape)
+      return out[0].transpose(2, 0, 1, 3).reshape(q.shape[1:]).astype(q.dtype)
+
+    out = jax.lax.map(read, jnp.arange(q.shape[0]))
+    return out, *(stacked if index else (stacked[0][0], stacked[1][0]))
+
+  specs = (tokens, tokens, tokens, whole, whole, P(ROWS[0], None), *(P() for _ in index))
+  out, *cache = _on_shards(local, specs, (tokens, whole, whole))(q, k, v, *cache, positions, *index)
+  return out, LayerCache(*cache)
 
 
 def append(
@@ -250,6 +299,29 @@ def append(
     return jax.sharding.auto_axes(batched, out_sharding=spec)(leaf, new, positions, *extra)
 
   return LayerCache(write(cache.k, k), write(cache.v, v))
+
+
+def take_slots(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+  """Slots index [P] of an array of the cache, along `axis`, within a shard; an index out of range takes any slot."""
+  if sharding.platform() != "tpu":
+    return jnp.take(x, index, axis=axis, mode="clip")
+  # One after the other: of a gather or a scatter along this axis a TPU makes a cache that lies otherwise in memory.
+  pieces = [jax.lax.dynamic_slice_in_dim(x, index[i], 1, axis) for i in range(index.shape[0])]
+  return jnp.concatenate(pieces, axis=axis)
+
+
+def put_slots(x: jax.Array, index: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+  """The inverse of `take_slots`, in place where it can be; an index out of range puts nothing."""
+  if sharding.platform() != "tpu":
+    return x.at[(slice(None),) * axis + (index,)].set(new, mode="drop")
+
+  def put(i, x):
+    old = jax.lax.dynamic_slice_in_dim(x, index[i], 1, axis)
+    valid = (index[i] >= 0) & (index[i] < x.shape[axis])
+    piece = jnp.where(valid, jax.lax.dynamic_slice_in_dim(new, i, 1, axis), old)
+    return jax.lax.dynamic_update_slice_in_dim(x, piece, index[i], axis)
+
+  return jax.lax.fori_loop(0, index.shape[0], put, x)
 
 
 def layer_of(cache: LayerCache, layer: jax.Array | None) -> LayerCache:

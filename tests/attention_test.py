@@ -170,3 +170,38 @@ def test_scores_of_packed_rows_stay_float32():
     out = jax.jit(attention.flash_packed)(q, k, v, jnp.asarray([[0, 1]]), jnp.ones((1, 2), int))
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(out[0, 1, 0].astype(np.float32), 1 / (1 + np.exp(-0.25)), atol=4e-3)
+
+
+@pytest.mark.parametrize("shape, stacked", [((1, 1, 1), False), ((2, 1, 2), True)])
+def test_a_piece_read_slot_by_slot_is_the_piece_read_at_once(shape, stacked):
+  rng = np.random.default_rng(5)
+  S, T, C, N, K, H = 4, 6, 16, 4, 2, 8
+  lead = ("layers",) if stacked else ()
+  begin, count = np.asarray([0, 9, 12, 3]), np.asarray([6, 6, 4, 0])  # empty, full at the end, up to the edge, idle
+  column = np.arange(T)
+  positions = np.where(column < count[:, None], begin[:, None] + column, C)
+  mesh = sharding.make_mesh(*shape)
+  place = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, sharding.spec(*axes)))  # noqa: E731
+  arrays = rng.normal(size=(2, *([3] if stacked else []), S, K, C, H)).astype(np.float32)
+  cache = LayerCache(*(place(x, *lead, "rows", "heads", "tokens", "head_size") for x in arrays))
+  tokens = [rng.normal(size=(S, T, heads, H)).astype(np.float32) for heads in (N, K, K)]
+  tokens = [place(x, "rows", "tokens", "heads", "head_size") for x in tokens]
+  arguments = (*tokens, cache, place(positions, "rows", "tokens"), jnp.int32(1) if stacked else None)
+  with jax.set_mesh(mesh):
+    out, cache = jax.jit(attention.prefill_slots)(*arguments)
+    expected, expected_cache = jax.jit(attention.extend_slots)(*arguments)
+  jax.tree.map(np.testing.assert_array_equal, cache, expected_cache)
+  live = positions < C
+  np.testing.assert_allclose(np.asarray(out)[live], np.asarray(expected)[live], atol=1e-5)
+
+
+def test_slots_are_taken_and_put_on_a_tpu_as_elsewhere(monkeypatch):
+  x, new = np.random.default_rng(6).normal(size=(2, 2, 4, 3)).astype(np.float32)
+  taken, put = [], []
+  for platform in ("cpu", "tpu"):
+    monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
+    taken.append(attention.take_slots(x, jnp.asarray([3, 0, 3]), 1))
+    put.append(attention.put_slots(jnp.asarray(x), jnp.asarray([2, 4, 0, 7]), new, 1))
+  np.testing.assert_array_equal(*taken)
+  np.testing.assert_array_equal(*put)
+  np.testing.assert_array_equal(put[1], np.stack([new[:, 2], x[:, 1], new[:, 0], x[:, 3]], axis=1))
