@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from seed_jax import ops, sharding
+from seed_jax import attention, ops, sharding
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
 
@@ -101,13 +101,10 @@ def prefill(
   if slots is None:
     hidden, cache = decoder.forward(params, tokens, positions, None, config, cache=cache)
   else:
-    some = _shard_local(lambda x, i: jnp.take(x, i, axis=axis, mode="clip"))(cache, source)
+    some = _shard_local(lambda x, i: attention.take_slots(x, i, axis))(cache, source)
     hidden, some = decoder.forward(params, tokens, positions, None, config, cache=some)
 
-    def put(x, i, new):
-      return x.at[(slice(None),) * axis + (i,)].set(new, mode="drop")
-
-    cache = _shard_local(put)(cache, slots, some)
+    cache = _shard_local(lambda x, i, new: attention.put_slots(x, i, new, axis))(cache, slots, some)
   last = decoder.gather_positions(hidden, jnp.maximum(counts - 1, 0)[:, None])[:, 0]
   keys = _token_keys(_request_keys(seed, draw.coordinates), draw.number)
   logits = decoder.logits_at(params, last, config)
