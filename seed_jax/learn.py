@@ -12,6 +12,9 @@ What is scored, in units of one forward pass over the ordinary rows (no gradient
 
 plus one pass by the reference where the loss has a KL term. Micro-batches in which no sample has a skill are left out
 of the skill context.
+
+What both contexts of a sample have in common, their tokens before the inserted skill, is computed twice: 8 % of a pair
+in transcripts of the quickstart, 2-5 % in ALFWorld windows. A program of its own would cost more than that.
 """
 
 from __future__ import annotations

@@ -262,12 +262,15 @@ class Run:
     return tasks
 
   def row_shapes(self, section) -> tuple[RowShape, ...]:
-    """Row shapes of a config section: micro-batches of about `micro_tokens` tokens."""
+    """Row shapes of a config section: micro-batches of about `micro_tokens` tokens; with `skill_room` (a fraction) the
+    skill rows are so much longer than the ordinary ones, which the room for skills would leave unfilled.
+    """
     rows = sharding.num_row_shards(self.mesh)
     shapes = []
     for length in section.row_lengths:
       count = max(section.micro_tokens // length // rows, 1) * rows
-      shapes.append(RowShape(length, max(int(length * section.response_fraction), 1), count))
+      responses = max(int(length * section.response_fraction), 1)
+      shapes.append(RowShape(length, responses, count, int(length * (1 + section.get("skill_room", 0.0)))))
     return tuple(shapes)
 
   # -- helpers --

@@ -132,7 +132,9 @@ def test_after_the_warm_up_nothing_is_compiled_whatever_the_number_of_samples(pa
     assert compiled.take() > 0 and len({name for name, _ in todo}) == len(todo)
     programs_of = {name: n for name, n in compiled.names.items() if "score" in name or "accumulate" in name}
     for count in (11, 3, 400, 1, 0, 40):
-      _, minibatches = parts_of(samples(count, seed=count, skills=skills), 2, skills, SHAPES)
+      some = samples(count, seed=count, skills=skills)
+      _, minibatches = parts_of(some, 2, skills, SHAPES)
+      assert 0 <= batching.row_fill(some, [b for part in minibatches for b in part]) <= 1
       assert count < 400 or max(len(part) for part in minibatches) > 2  # more than one batch of a row shape
       state, metrics = learn.update_all(
         step, state, learn.score_all(minibatches, state.params, reference, scores), scores

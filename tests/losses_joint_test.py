@@ -144,7 +144,7 @@ def test_metrics_by_hand():
 
 def test_three_policies_by_hand():
   # The policy being trained, the one at the start of the updates, the one that sampled; the last token is masked.
-  new, old, sampler = (LOG(np.array([[*p, 0.9]])) for p in ([0.6, 0.2, 0.3], [0.5, 0.4, 0.3], [0.5, 0.1, 0.6]))
+  new, old, sampler = (LOG(np.array([[*p, 0.9]])) for p in ([0.6, 0.2, 0.3], [0.5, 0.4, 0.3], [0.5, 0.1, 0.4]))
   common = dict(
     logprobs=new,
     old_logprobs=old,
@@ -153,15 +153,15 @@ def test_three_policies_by_hand():
     sampler_logprobs=sampler + np.array([[0, 0, 0, 5.0]]),
   )
   loss, m = losses.grpo_loss(**common, tis_cap=2.0)
-  # ratios new / old: 1.2, 0.5, 1 (none is clipped); weights old / sampler: 1, min(4, 2), 0.5
-  np.testing.assert_allclose(loss, -(1.2 * 1 + 0.5 * 2 + 1 * 0.5) / 3, rtol=1e-5)
+  # ratios new / old: 1.2, 0.5, 1 (none is clipped); weights old / sampler: 1, min(4, 2), 0.75
+  np.testing.assert_allclose(loss, -(1.2 * 1 + 0.5 * 2 + 1 * 0.75) / 3, rtol=1e-5)
   np.testing.assert_allclose(m["ratio_mean"], 2.7 / 3, rtol=1e-5)
-  np.testing.assert_allclose(m["tis_weight_mean"], 3.5 / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["tis_weight_mean"], 3.75 / 3, rtol=1e-5)
   np.testing.assert_allclose(m["tis_capped_fraction"], 1 / 3, rtol=1e-5)
-  np.testing.assert_allclose(m["mismatch_mean"], (LOG(4) + LOG(2)) / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["mismatch_mean"], (LOG(4) + LOG(4 / 3)) / 3, rtol=1e-5)
   np.testing.assert_allclose(m["mismatch_max"], LOG(4), rtol=1e-5)
   # k3 of KL(sampler || old) with r = old / sampler: r - 1 - log r
-  np.testing.assert_allclose(m["mismatch_kl"], (0 + (3 - LOG(4)) + (-0.5 + LOG(2))) / 3, rtol=1e-5)
+  np.testing.assert_allclose(m["mismatch_kl"], (0 + (3 - LOG(4)) + (-0.25 - LOG(0.75))) / 3, rtol=1e-5)
   plain, measured = losses.grpo_loss(**common)
   np.testing.assert_allclose(plain, -2.7 / 3, rtol=1e-5)
   assert "tis_weight_mean" not in measured and measured["mismatch_max"] == m["mismatch_max"]

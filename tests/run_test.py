@@ -4,6 +4,7 @@ import runpy
 import pytest
 
 from seed_jax import run as run_module
+from seed_jax.batching import RowShape
 from seed_jax.metrics import read_json, write_json
 from seed_jax.run import STAGES, ConfigError, Run, process_seed, resolve_model
 
@@ -211,7 +212,16 @@ def test_rows_fill_the_micro_batch_and_divide_over_the_mesh(tmp_path, mesh, micr
 
   run = make(tmp_path, change=change)
   (shape,) = run.row_shapes(run.config.train)
-  assert tuple(getattr(shape, f) for f in shape.__dataclass_fields__) == (320, 240, rows)  # 0.75 of 320 are responses
+  assert shape == RowShape(320, 240, rows, 320)  # 0.75 of 320 are responses
+
+
+def test_room_for_skills_makes_the_skill_rows_longer(tmp_path):
+  def change(config):
+    config.train.skill_room = 0.125
+
+  run = make(tmp_path, change=change)
+  (shape,) = run.row_shapes(run.config.train)
+  assert shape.room == (320, 360, 240)
 
 
 def test_seeds_differ_by_purpose_and_stay():
