@@ -177,7 +177,7 @@ def test_a_piece_read_slot_by_slot_is_the_piece_read_at_once(shape, stacked):
   rng = np.random.default_rng(5)
   S, T, C, N, K, H = 4, 6, 16, 4, 2, 8
   lead = ("layers",) if stacked else ()
-  begin, count = np.asarray([0, 9, 12, 3]), np.asarray([6, 6, 4, 0])  # empty, full at the end, up to the edge, idle
+  begin, count = np.asarray([0, 10, 12, 3]), np.asarray([4, 6, 4, 0])  # short, full, up to the edge, idle
   column = np.arange(T)
   positions = np.where(column < count[:, None], begin[:, None] + column, C)
   mesh = sharding.make_mesh(*shape)
