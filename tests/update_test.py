@@ -16,7 +16,7 @@ from seed_jax.batching import RowShape
 from seed_jax.models import decoder
 from seed_jax.update import LossConfig, MethodLoss
 
-SHAPES = (RowShape(24, 16, 8), RowShape(48, 32, 8))
+SHAPES = (RowShape(24, 16, 8), RowShape(48, 32, 8, skill_length=52))
 LOSS = LossConfig(kl_coef=0.05, opd_coef=0.3, entropy_coef=0.01, temperature=0.8)
 
 
@@ -243,7 +243,7 @@ def test_pack_never_overfills_and_loses_nothing():
   assert sorted(map(id, placed)) == sorted(map(id, some))
   for shape, filled in rows.items():
     for row in filled:
-      assert sum(s.length for s in row) <= shape.length and sum(len(s.targets) for s in row) <= shape.responses
+      assert (np.sum([s.needs for s in row], axis=0) <= shape.room).all()
 
 
 def test_scanned_layers_give_the_same_gradient(params, monkeypatch):
