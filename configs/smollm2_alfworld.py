@@ -35,8 +35,8 @@ def get_config(method: str = "seed") -> ConfigDict:
 
   # Two batch sizes and few prompt lengths: each program of 30 unrolled layers takes several seconds to compile.
   c.rollout.update(dict(mode="window", history=2, max_steps=6, max_prompt=448, max_response=24, capacity=472))
-  c.rollout.update(dict(slots=8, smallest_bucket=4, prefill_buckets=(32, 256), prefill_tokens=1_024, workers=2))
-  c.rollout.answer_after = 1  # environments step while the model decodes
+  c.rollout.update(dict(slots=8, smallest_bucket=4, prefill_buckets=(32, 256), prefill_tokens=1_024))
+  c.rollout.update(dict(capacity_buckets=(), workers=2, answer_after=1))  # environments step while the model decodes
   c.rollout.update(dict(stop_strings=("</action>",)))
   c.rollout.temperature = 0.7
   c.analysis.update(dict(max_prompt=400, max_response=112, template="compact"))

@@ -92,8 +92,9 @@ def prefill(
 
   tokens [P, T] right-padded. A source other than the slot itself is copied: members of a group share the prefill of
   their prompt. Slot numbers are local to their row shard (part d of the P belongs to shard d), so nothing crosses
-  shards; a slot number outside its shard writes nothing. Without slot numbers (None) the P are all slots in their order,
-  none of them moved: no row is copied out and back. Of a prompt read in several pieces only the last sample is of use.
+  shards; a slot number outside its shard writes nothing. Without slot numbers (None) the P are all slots in their
+  order, none of them moved: no row is copied out and back. Of a prompt read in several pieces only the last sample is
+  of use.
   """
   axis, capacity = decoder.cache_slot_axis(config), decoder.cache_capacity(cache)
   column = jnp.arange(tokens.shape[1])
@@ -182,6 +183,13 @@ def take_slots(cache: Cache, index: jax.Array, config: ModelConfig) -> Cache:
   """The slots at index [S'] as a smaller (or larger, or reordered) set, for when most conversations have ended."""
   lead = (slice(None),) * decoder.cache_slot_axis(config)
   return jax.tree.map(lambda x: x.at[(*lead, index)].get(out_sharding=jax.typeof(x).sharding.spec), cache)
+
+
+@jax.jit(static_argnames="capacity")
+def grow(cache: Cache, capacity: int) -> Cache:
+  """The same slots with room for more tokens, for when a conversation outgrows what all of them have."""
+  more = capacity - decoder.cache_capacity(cache)
+  return jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]), cache)
 
 
 def _request_keys(seed, coordinates):

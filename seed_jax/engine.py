@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax
@@ -46,7 +47,9 @@ class Engine:
   pieces of the largest.
   prefill_tokens: about so many (padded) tokens are read between two rounds of decoding, which bounds how long running
   responses stand still. refill: decoding pauses when this share of the running responses has finished. share_prefix:
-  the shortest prefix worth taking over from another slot (0: never).
+  the shortest prefix worth taking over from another slot (0: never). capacity_buckets: the slots begin with room for
+  the smallest number of tokens and grow with their longest conversation: where attention reads whole slots (not in the
+  decode kernel) short ones are faster.
   """
 
   def __init__(
@@ -67,6 +70,7 @@ class Engine:
     prefill_tokens: int = 2048,
     refill: float = 0.25,
     share_prefix: int = 8,
+    capacity_buckets: Sequence[int] = (),
   ):
     self.shards = sharding.num_row_shards(mesh)
     smallest = max(smallest, self.shards)
@@ -79,7 +83,8 @@ class Engine:
     self.refill, self.share_prefix = refill, share_prefix
     self.params = None
     self.stats = Stats()
-    self._cache, self._cache_size = None, 0
+    self.capacity_buckets = (*sorted(b for b in capacity_buckets if b < capacity), capacity)
+    self._cache, self._cache_shape = None, (0, 0)  # slots, tokens of each
     self.reset()
 
   # -- conversations --
@@ -195,14 +200,18 @@ class Engine:
 
   def programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, run) of every program that this engine will ever call; running one on empty slots compiles it."""
-    for size in self.slot_buckets:
+    rooms = self.capacity_buckets
+    for size, room in itertools.product(self.slot_buckets, rooms):
+      shape = f"{size} slots of {room}"
       for T in self.token_buckets:
         for width in self._widths(size, T):
-          yield f"prefill {width}x{T} of {size} slots", lambda a=(size, width, T): self._try_prefill(*a)
-      yield f"decode {size} slots", lambda size=size: self._try_generate(size)
+          yield f"prefill {width}x{T} in {shape}", lambda a=(size, room, width, T): self._try_prefill(*a)
+      yield f"decode {shape}", lambda a=(size, room): self._try_generate(*a)
       for other in self.slot_buckets:
         if other != size:
-          yield f"{size} to {other} slots", lambda a=(size, other): self._try_resize(*a)
+          yield f"{shape} to {other}", lambda a=(size, room, other): self._try_resize(*a)
+      for more in rooms[rooms.index(room) + 1 :]:
+        yield f"{shape} to {more} tokens", lambda a=(size, room, more): self._try_grow(*a)
 
   # -- slots --
 
@@ -218,17 +227,25 @@ class Engine:
     index = np.zeros(size, np.int32)
     index[place] = kept
     self._cache = decode.take_slots(self._cache, sharding.put_replicated(index, self.mesh), self.config)
-    self._cache_size = size
+    self._cache_shape = size, self._cache_shape[1]
     to = dict(zip(kept, place.tolist(), strict=True))
     self._slot_of = {name: to[slot] for name, slot in self._slot_of.items()}
     self._filling = {to[s]: dataclasses.replace(x, source=to[x.source]) for s, x in self._filling.items()}
     self._running = {to[s]: x for s, x in self._running.items()}
 
-  def _take_empty(self, size):
+  def _take_empty(self, size, room=None):
     self.table = SlotTable(size, self.capacity, self.shards)
-    if self._cache_size != size:
+    shape = size, self.capacity_buckets[0] if room is None else room
+    if self._cache_shape != shape:
       self._cache = None  # freed before its successor is made
-      self._cache, self._cache_size = decode.init_cache(self.config, size, self.capacity), size
+      self._cache, self._cache_shape = decode.init_cache(self.config, *shape), shape
+
+  def _make_room(self, tokens):
+    """Slots that hold so many tokens, or the capacity."""
+    size, room = self._cache_shape
+    if room < min(tokens, self.capacity):
+      room = bucket(min(tokens, self.capacity), self.capacity_buckets)
+      self._cache, self._cache_shape = decode.grow(self._cache, room), (size, room)
 
   def _occupied(self):
     sources = {x.source for x in self._filling.values()}
@@ -299,6 +316,7 @@ class Engine:
       if slots is not None:
         slots[row], source[row] = s - base, live.source - base
       self._describe(draw, row, live)
+    self._make_room(int((start + counts).max()) + 1)
     token, logprob, self._cache = self._call_prefill(arrays)
     token, logprob = (np.asarray(x) for x in jax.device_get((token, logprob)))
     for s, row in place.items():
@@ -331,6 +349,7 @@ class Engine:
     for s, live in self._running.items():
       token[s], left[s] = live.tokens[-1], live.left
       self._describe(draw, s, live)
+    self._make_room(int(self.table.length[list(self._running)].max()) + self.check_every + 1)
     quorum = max(round(self.refill * len(self._running)), 1)
     sampled, self._cache = self._call_generate(token, left, draw, quorum)
     tokens, logprobs, count, steps = jax.device_get((sampled.tokens, sampled.logprobs, sampled.count, sampled.steps))
@@ -386,23 +405,27 @@ class Engine:
   # -- warm-up: every program once, on slots that nobody has --
 
   @contextlib.contextmanager
-  def _spare(self, size):
+  def _spare(self, size, room):
     if self._open:
       raise ValueError(f"{len(self._open)} conversations are open: warm up before the first or after reset()")
     with jax.set_mesh(self.mesh):
-      self._take_empty(size)
+      self._take_empty(size, room)
       yield
     self.reset()
 
-  def _try_prefill(self, size, width, T):
-    with self._spare(size):
+  def _try_prefill(self, size, room, width, T):
+    with self._spare(size, room):
       self._cache = self._call_prefill(self._empty_prefill(size, width, T))[2]
 
-  def _try_generate(self, size):
-    with self._spare(size):
+  def _try_generate(self, size, room):
+    with self._spare(size, room):
       zeros = np.zeros(size, np.int32)
       self._cache = self._call_generate(zeros, zeros, self._no_draw(size), 1)[1]
 
-  def _try_resize(self, size, other):
-    with self._spare(size):
+  def _try_resize(self, size, room, other):
+    with self._spare(size, room):
       decode.take_slots(self._cache, sharding.put_replicated(np.zeros(other, np.int32), self.mesh), self.config)
+
+  def _try_grow(self, size, room, more):
+    with self._spare(size, room):
+      decode.grow(self._cache, more)

@@ -209,6 +209,7 @@ class Run:
       smallest=r.smallest_bucket,
       refill=r.refill,
       share_prefix=r.share_prefix,
+      capacity_buckets=tuple(r.capacity_buckets),
     )
 
   def play(self, engine: Engine, pool: Pool, episodes: Sequence[Episode], **options) -> list[Trajectory]:

@@ -57,7 +57,8 @@ class SlotTable:
   def longest_prefix(self, prompt: Sequence[int], free: Collection[int], shortest: int) -> tuple[int, int, int]:
     """(slot, tokens of the prompt that it has read, tokens that some slot will have read once its request is).
 
-    Only slots of shards with a free slot count: a prefix is copied within its shard. Fewer tokens than `shortest` count as none.
+    Only slots of shards with a free slot count: a prefix is copied within its shard. Fewer tokens than `shortest` count
+    as none.
     """
     if not len(prompt) or not self.size:
       return 0, 0, 0

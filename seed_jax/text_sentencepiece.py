@@ -9,8 +9,8 @@ which sentencepiece writes a space).
 from __future__ import annotations
 
 import collections
-import io
 import functools
+import io
 import json
 import os
 import pathlib

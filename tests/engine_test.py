@@ -236,6 +236,25 @@ def test_a_released_conversation_is_forgotten_wherever_it_stands(params):
   same(made.turn([Request("waits", [3, 4], (0,))])[0], alone(params, [3, 4], (0,), max_new=8))
 
 
+def test_slots_grow_with_their_longest_conversation(params):
+  made = engine(params, capacity_buckets=(12, 20), check_every=4, max_new=20)
+  made.submit(Request("short", [3, 4], (0,), max_new=2))
+  made.submit(Request("long", [5, 6], (1,), max_new=20))
+  rooms, out = [], {}
+  while made.busy:
+    out |= dict(made.step())
+    rooms.append(made._cache_shape[1])
+  assert rooms[0] == 12 and rooms[-1] == 32 and 20 in rooms and rooms == sorted(rooms)
+  same(out["short"], alone(params, [3, 4], (0,), max_new=2))
+  same(out["long"], alone(params, [5, 6], (1,), max_new=20))
+  after = made.turn([Request("short", [9] * 20, (2,), fresh=False, max_new=2)])[0]
+  context = [3, 4, *out["short"].tokens.tolist(), *[9] * 20]
+  same(after, alone(params, context, (2,), max_new=2))
+  made.reset()
+  made.turn([Request("new", [3, 4], (0,), max_new=2)])
+  assert made._cache_shape[1] == 12
+
+
 # ---- prefixes and pieces
 
 
@@ -341,12 +360,14 @@ def test_prefixes_and_turns_on_a_mesh(params, shape):
 
 
 def test_after_the_warm_up_nothing_compiles(params):
-  made = engine(params, num_slots=8, prefill_buckets=(4, 8), prefill_tokens=16, max_new=3)
+  made = engine(
+    params, num_slots=8, prefill_buckets=(4, 8), prefill_tokens=16, max_new=3, check_every=4, capacity_buckets=(16,)
+  )
   names = []
   for name, run in made.programs():
     run()
     names.append(name)
-  assert len(set(names)) == len(names) and "decode 8 slots" in names and "8 to 2 slots" in names
+  assert len(set(names)) == len(names) and "decode 8 slots of 32" in names and "8 slots of 16 to 2" in names
   rng = np.random.default_rng(0)
   with CompileCounter() as compiled:
     for round_ in range(3):
