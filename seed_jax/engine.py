@@ -68,7 +68,7 @@ class Engine:
     smallest: int = 16,
     prefill_buckets: Sequence[int] = (),
     prefill_tokens: int = 2048,
-    refill: float = 0.25,
+    refill: float = 0.125,
     share_prefix: int = 8,
     capacity_buckets: Sequence[int] = (),
   ):
