@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from seed_jax import decode, sharding
+from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
 from seed_jax.requests import COORDINATES, Completion, Request, Stats, bucket, geometric
 from seed_jax.slots import SlotTable
@@ -92,7 +93,7 @@ class Engine:
   def set_params(self, params) -> None:
     """New weights. Every conversation ends: a cache of old weights would be off-policy without anyone noticing."""
     with jax.set_mesh(self.mesh):
-      self.params = decode.for_loop(params, self.config)
+      self.params = decoder.for_decode(decode.for_loop(params, self.config))
     self.reset()
 
   def reset(self) -> None:

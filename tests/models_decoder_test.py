@@ -130,3 +130,16 @@ def test_an_unknown_policy_is_refused():
   assert set(decoder.POLICIES) == set(REMAT) - {"none"}
   with pytest.raises(ValueError, match="remat 'everything' is not a policy; choose one of none, full, dots"):
     dataclasses.replace(CONFIG, remat="everything")
+
+
+def test_a_decode_loop_on_a_tpu_gets_the_same_weights_with_heads_outside(monkeypatch):
+  mesh = sharding.make_mesh(1, 2, 2)
+  with jax.set_mesh(mesh):
+    params, _ = on(mesh, CONFIG)
+    assert decoder.for_decode(params) is params
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    moved = decoder.for_decode(params)
+  jax.tree.map(np.testing.assert_array_equal, moved, params)
+  for name in ("q", "k", "v"):
+    assert moved["layers"][name].format.layout.major_to_minor == (0, 2, 1, 3)
+    assert moved["layers"][name].sharding == params["layers"][name].sharding

@@ -156,9 +156,9 @@ def for_decode(params: dict) -> dict:
   A product of few rows with [D, N, H] reads it so. Of parameters that lie otherwise, each call of the loop first makes
   such a copy, of all layers: 5 % of the weights. Done once for a policy it is free: the arrays stay as they are named.
   """
-  if sharding.platform() != "tpu":
-    return params
   layers = params["layers"]
+  if sharding.platform() != "tpu" or isinstance(layers, tuple):  # unrolled layers are for CPUs
+    return params
   moved = {name: jax.device_put(layers[name], heads_outside(layers[name].sharding)) for name in ("q", "k", "v")}
   return params | {"layers": layers | moved}
 
