@@ -147,8 +147,13 @@ def test_after_the_warm_up_nothing_is_compiled_whatever_the_number_of_samples(pa
 
 def test_the_largest_of_a_metric_is_kept_and_the_others_are_means():
   metrics = iter([{"loss": 1.0, "mismatch_max": 0.5}, {"loss": 2.0, "mismatch_max": 0.25}])
-  step = lambda state, part: (state + 1, jax.tree.map(np.float32, next(metrics)))  # noqa: E731
-  state, log = learn.update_all(step, 0, [[], []], scoring())
+
+  class Step:
+    def pieces(self, state, part):
+      yield
+      return state + 1, jax.tree.map(np.float32, next(metrics))
+
+  state, log = learn.update_all(Step(), 0, [[], []], scoring())
   assert state == 2 and log == {"loss": 1.5, "mismatch_max": 0.5}
 
 
