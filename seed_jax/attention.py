@@ -166,8 +166,8 @@ def _flat(x):
 
 
 def _pieces(T: int) -> list[tuple[int, int]]:
-  """At most eight pieces of a multiple of 128 queries, the last one shorter: more save little and compile longer."""
-  size = -(-T // 1024) * 128
+  """At most four pieces of a multiple of 128 queries, the last one shorter: more save little and compile longer."""
+  size = -(-T // 512) * 128
   return [(begin, min(begin + size, T)) for begin in range(0, T, size)]
 
 
