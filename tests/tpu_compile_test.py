@@ -50,6 +50,13 @@ def test_the_decode_loop_needs_no_memory_besides_the_cache(topology, model, laye
   assert report["temp"] < 0.05 * report["cache"], report
 
 
+def test_reading_a_prompt_copies_the_part_of_the_cache_that_it_touches():
+  """8 of 64 slots, 1/8 of the cache; their scores are held for one slot at a time."""
+  (report,) = compiled("prefill", "v5e:2x2", "Qwen2.5-3B", 36, 4, 1)
+  assert report["scatters"] == 0, report
+  assert report["peak"] - report["arguments"] < 0.16 * report["cache"], report
+
+
 def test_training_takes_the_splash_kernel_and_each_policy_stores_less():
   reports = [compiled("train", "v5e:4x4", remat)[0] for remat in ("full", "attention_out", "dots_no_batch", "none")]
   peaks = [report["peak"] for report in reports]
