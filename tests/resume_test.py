@@ -96,6 +96,8 @@ def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole):
     assert weights(broken, name) == weights(whole, name), name
   assert weights(whole, "final") != weights(whole, "sft") != weights(whole, "base")  # else equal bits would say nothing
   assert [row["iteration"] for row in rows(whole)] == [1, 2, 3, 4]
+  compiled = [json.loads(line)["compilations"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+  assert compiled == [0] * 4  # all of it before the first iteration
   assert rows(broken) == rows(whole)
   assert any(row["opd_active_ratio"] > 0 for row in rows(whole))
   for stage in ("base", "collect", "annotate", "sft", "train"):
