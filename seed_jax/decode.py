@@ -16,6 +16,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from seed_jax import attention, ops, sharding
@@ -64,12 +65,19 @@ def init_cache(config: ModelConfig, num_slots: int, capacity: int) -> Cache:
 _init_cache = jax.jit(decoder.init_cache, static_argnums=(0, 1, 2))
 
 
-@jax.jit(static_argnames="config")
 def for_loop(params: dict, config: ModelConfig) -> dict:
   """The parameters as `prefill` and `generate` read them, layer by layer where layers are unrolled. Both take others
   too, but then slice, and so copy, all weights at every call.
   """
-  return decoder.unstack(params, config)
+  layers = params["layers"]
+  if config.scan_layers or isinstance(layers, tuple):
+    return params
+  return params | {"layers": tuple(_layer(layers, np.int32(i)) for i in range(config.num_layers))}
+
+
+@jax.jit
+def _layer(layers, i):  # one small program for all layers instead of a large one
+  return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, keepdims=False), layers)
 
 
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="cache")
