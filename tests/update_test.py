@@ -153,7 +153,7 @@ def test_update_on_a_mesh_is_the_update_on_one_device(params, shape):
   many, metrics_many = gradient(params, samples(), sharding.make_mesh(*shape))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, many)
   for name in metrics_one:
-    assert metrics_many[name] == pytest.approx(metrics_one[name], abs=1e-5), name
+    assert metrics_many[name] == pytest.approx(metrics_one[name], rel=1e-5, abs=1e-5), name  # a norm of 8 in float32
 
 
 def test_micro_batches_and_row_lengths_do_not_change_the_gradient(params):
