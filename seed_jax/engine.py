@@ -44,10 +44,9 @@ class Engine:
   """S slots of `capacity` tokens on `mesh`. `find_stop(ids) -> kept or None` cuts a response at a stop string (see
   text.py).
 
-  prefill_buckets: numbers of tokens T that one call reads of a prompt; longer prompts are read in
-  pieces of the largest.
-  prefill_tokens: about so many (padded) tokens are read between two rounds of decoding, which bounds how long running
-  responses stand still. refill: decoding pauses when this share of the running responses has finished. share_prefix:
+  prefill_buckets: numbers of tokens T that one call reads of a prompt; longer prompts are read in pieces of the
+  largest. prefill_tokens: about so many (padded) tokens are read between two rounds of decoding, which bounds how long
+  running responses stand still. refill: decoding pauses when this share of the running responses has finished. share_prefix:
   the shortest prefix worth taking over from another slot (0: never). capacity_buckets: the slots begin with room for
   the smallest number of tokens and grow with their longest conversation: where attention reads whole slots (not in the
   decode kernel) short ones are faster.
@@ -125,8 +124,7 @@ class Engine:
     return self.capacity - int(self.table.length[self._slot_of[conversation]]) - (conversation in self._pending)
 
   def submit(self, request: Request) -> None:
-    """Queues a request. Raises ValueError if it cannot fit its slot, or goes on from a conversation without
-    one."""
+    """Queues a request. Raises ValueError if it cannot fit its slot, or goes on from a conversation without one."""
     name = request.conversation
     if name in self._asked:
       raise ValueError(f"conversation {name!r} has a request already; take its completion first")
@@ -289,7 +287,7 @@ class Engine:
     """Numbers of slots that one call reads T tokens of, about prefill_tokens or a quarter of them in all. As many as
     there are slots means a call on all of them in place, which copies nothing.
     """
-    most = max(1 << (self.prefill_tokens // T // self.shards).bit_length() - 1, 4) * self.shards
+    most = max(1 << max(self.prefill_tokens // T // self.shards, 1).bit_length() - 1, 4) * self.shards
     few = min(most // 4, max(size // 2, self.shards))
     return (few, size if most >= size else most)
 

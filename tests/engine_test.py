@@ -382,6 +382,11 @@ def test_after_the_warm_up_nothing_compiles(params):
     assert compiled.take() == 0, compiled.names
 
 
+def test_a_budget_below_the_smallest_piece_still_reads(params):
+  made = engine(params, prefill_buckets=(8,), prefill_tokens=2)
+  same(made.turn([Request(0, PROMPT, (0,))])[0], alone(params, PROMPT, (0,)))
+
+
 def test_a_warm_up_in_the_middle_of_a_conversation_is_refused(params):
   made = engine(params)
   made.turn([Request(0, [3], (0,))])
