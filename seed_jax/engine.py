@@ -46,10 +46,10 @@ class Engine:
 
   prefill_buckets: numbers of tokens T that one call reads of a prompt; longer prompts are read in pieces of the
   largest. prefill_tokens: about so many (padded) tokens are read between two rounds of decoding, which bounds how long
-  running responses stand still. refill: decoding pauses when this share of the running responses has finished. share_prefix:
-  the shortest prefix worth taking over from another slot (0: never). capacity_buckets: the slots begin with room for
-  the smallest number of tokens and grow with their longest conversation: where attention reads whole slots (not in the
-  decode kernel) short ones are faster.
+  running responses stand still. refill: decoding pauses when this share of the running responses has finished.
+  share_prefix: the shortest prefix worth taking over from another slot (0: never). capacity_buckets: the slots begin
+  with room for the smallest number of tokens and grow with their longest conversation: where attention reads whole
+  slots (not in the decode kernel) short ones are faster.
   """
 
   def __init__(
