@@ -63,7 +63,8 @@ def main() -> None:
     smallest=count,
     check_every=shared.NEW_TOKENS,
     prefill_buckets=(longest,),
-    share_prefix=longest + 1,  # reading so short a prompt four times takes less than reading it first
+    refill=1.0,  # nobody waits for a slot
+    share_prefix=0,  # reading so short a prompt four times takes less than reading it first
   )
   # a row holds one sample; the last token of a response predicts nothing
   shape = batching.RowShape(longest + shared.NEW_TOKENS - 1, shared.NEW_TOKENS, count)
