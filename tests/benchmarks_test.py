@@ -211,6 +211,13 @@ def test_texts_keep_their_length_through_the_byte_tokens():
   assert shared.decode([shared.PAD, shared.BOS, shared.EOS]) == ""
 
 
+def test_the_peak_memory_of_a_child_is_its_own():
+  held = np.ones(400 * 2**17)  # 400 MiB here
+  code = "from benchmarks.peers import shared; shared.report()"
+  assert process.child([sys.executable, "-c", code], name="child")["peak_mib"] < 200 < shared.peak_mib()
+  assert held.nbytes == 400 * 2**20
+
+
 def test_a_stopwatch_times_the_phases_of_a_loop():
   class Loop:
     def sample(self):
