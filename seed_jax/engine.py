@@ -24,7 +24,7 @@ from seed_jax import decode, sharding
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
 from seed_jax.requests import COORDINATES, Completion, Request, Stats, bucket, geometric
-from seed_jax.slots import SlotTable
+from seed_jax.slots import SlotCache, SlotTable
 
 
 @dataclasses.dataclass
@@ -83,8 +83,7 @@ class Engine:
     self.refill, self.share_prefix = refill, share_prefix
     self.params = None
     self.stats = Stats()
-    self.capacity_buckets = (*sorted(b for b in capacity_buckets if b < capacity), capacity)
-    self._cache, self._cache_shape = None, (0, 0)  # slots, tokens of each
+    self.slots = SlotCache(config, mesh, capacity, capacity_buckets)
     self.reset()
 
   # -- conversations --
@@ -104,7 +103,12 @@ class Engine:
     self._pending: dict[Hashable, int] = {}  # conversation -> its last sampled token, not yet in the cache
     self._asked: set[Hashable] = set()  # conversations whose request is not answered yet
     self._open: set[Hashable] = set()  # conversations that began and were not released
-    self.table = SlotTable(0, self.capacity, self.shards)
+    self.slots.clear()
+
+  @property
+  def table(self) -> SlotTable:
+    """What the slots hold, as the host knows it."""
+    return self.slots.table
 
   @property
   def busy(self) -> bool:
@@ -199,18 +203,13 @@ class Engine:
 
   def programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, run) of every program that this engine will ever call; running one on empty slots compiles it."""
-    rooms = self.capacity_buckets
-    for size, room in itertools.product(self.slot_buckets, rooms):
+    for size, room in itertools.product(self.slot_buckets, self.slots.rooms):
       shape = f"{size} slots of {room}"
       for T in self.token_buckets:
         for width in self._widths(size, T):
           yield f"prefill {width}x{T} in {shape}", lambda a=(size, room, width, T): self._try_prefill(*a)
       yield f"decode {shape}", lambda a=(size, room): self._try_generate(*a)
-      for other in self.slot_buckets:
-        if other != size:
-          yield f"{shape} to {other}", lambda a=(size, room, other): self._try_resize(*a)
-      for more in rooms[rooms.index(room) + 1 :]:
-        yield f"{shape} to {more} tokens", lambda a=(size, room, more): self._try_grow(*a)
+      yield f"other than {shape}", lambda a=(size, room): self._try_moves(*a)
 
   # -- slots --
 
@@ -219,32 +218,10 @@ class Engine:
     size, kept = bucket(min(max(len(self._open), 1), self.num_slots), self.slot_buckets), sorted(self._occupied())
     if size == self.table.size or len(kept) > size:
       return
-    if not kept:
-      self._take_empty(size)
-      return
-    self.table, place = self.table.moved(kept, size)
-    index = np.zeros(size, np.int32)
-    index[place] = kept
-    self._cache = decode.take_slots(self._cache, sharding.put_replicated(index, self.mesh), self.config)
-    self._cache_shape = size, self._cache_shape[1]
-    to = dict(zip(kept, place.tolist(), strict=True))
+    to = self.slots.resize(kept, size)
     self._slot_of = {name: to[slot] for name, slot in self._slot_of.items()}
     self._filling = {to[s]: dataclasses.replace(x, source=to[x.source]) for s, x in self._filling.items()}
     self._running = {to[s]: x for s, x in self._running.items()}
-
-  def _take_empty(self, size, room=None):
-    self.table = SlotTable(size, self.capacity, self.shards)
-    shape = size, self.capacity_buckets[0] if room is None else room
-    if self._cache_shape != shape:
-      self._cache = None  # freed before its successor is made
-      self._cache, self._cache_shape = decode.init_cache(self.config, *shape), shape
-
-  def _make_room(self, tokens):
-    """Slots that hold so many tokens, or the capacity."""
-    size, room = self._cache_shape
-    if room < min(tokens, self.capacity):
-      room = bucket(min(tokens, self.capacity), self.capacity_buckets)
-      self._cache, self._cache_shape = decode.grow(self._cache, room), (size, room)
 
   def _occupied(self):
     sources = {x.source for x in self._filling.values()}
@@ -315,8 +292,8 @@ class Engine:
       if slots is not None:
         slots[row], source[row] = s - base, live.source - base
       self._describe(draw, row, live)
-    self._make_room(int((start + counts).max()) + 1)
-    token, logprob, self._cache = self._call_prefill(arrays)
+    self.slots.make_room(int((start + counts).max()) + 1)
+    token, logprob = self._call_prefill(arrays)
     token, logprob = (np.asarray(x) for x in jax.device_get((token, logprob)))
     for s, row in place.items():
       live = self._filling[s]
@@ -338,7 +315,10 @@ class Engine:
 
   def _call_prefill(self, arrays):
     on_mesh = sharding.put_rows(arrays, self.mesh)
-    return decode.prefill(self.params, self._cache, *on_mesh, self.seed, self.config, sampling=self.sampling)
+    token, logprob, self.slots.cache = decode.prefill(
+      self.params, self.slots.cache, *on_mesh, self.seed, self.config, sampling=self.sampling
+    )
+    return token, logprob
 
   # -- decode --
 
@@ -348,9 +328,9 @@ class Engine:
     for s, live in self._running.items():
       token[s], left[s] = live.tokens[-1], live.left
       self._describe(draw, s, live)
-    self._make_room(int(self.table.length[list(self._running)].max()) + self.check_every + 1)
+    self.slots.make_room(int(self.table.length[list(self._running)].max()) + self.check_every + 1)
     quorum = max(round(self.refill * len(self._running)), 1)
-    sampled, self._cache = self._call_generate(token, left, draw, quorum)
+    sampled = self._call_generate(token, left, draw, quorum)
     tokens, logprobs, count, steps = jax.device_get((sampled.tokens, sampled.logprobs, sampled.count, sampled.steps))
     self.stats.decode_steps += int(steps)
     self.stats.slot_steps += int(steps) * size
@@ -363,9 +343,10 @@ class Engine:
   def _call_generate(self, token, left, draw, quorum):
     length, token, left, draw = sharding.put_rows((self.table.length, token, left, draw), self.mesh)
     options = dict(sampling=self.sampling, max_new=self.check_every, stop_ids=self.stop_ids)
-    return decode.generate(
-      self.params, self._cache, length, token, left, draw, self.seed, np.int32(quorum), self.config, **options
+    sampled, self.slots.cache = decode.generate(
+      self.params, self.slots.cache, length, token, left, draw, self.seed, np.int32(quorum), self.config, **options
     )
+    return sampled
 
   def _no_draw(self, size):
     return decode.Draw(np.zeros((size, COORDINATES), np.int32), np.zeros(size, np.int32), np.zeros(size, np.float32))
@@ -408,23 +389,19 @@ class Engine:
     if self._open:
       raise ValueError(f"{len(self._open)} conversations are open: warm up before the first or after reset()")
     with jax.set_mesh(self.mesh):
-      self._take_empty(size, room)
+      self.slots.take_empty(size, room)
       yield
     self.reset()
 
   def _try_prefill(self, size, room, width, T):
     with self._spare(size, room):
-      self._cache = self._call_prefill(self._empty_prefill(size, width, T))[2]
+      self._call_prefill(self._empty_prefill(size, width, T))
 
   def _try_generate(self, size, room):
     with self._spare(size, room):
       zeros = np.zeros(size, np.int32)
-      self._cache = self._call_generate(zeros, zeros, self._no_draw(size), 1)[1]
+      self._call_generate(zeros, zeros, self._no_draw(size), 1)
 
-  def _try_resize(self, size, room, other):
+  def _try_moves(self, size, room):
     with self._spare(size, room):
-      decode.take_slots(self._cache, sharding.put_replicated(np.zeros(other, np.int32), self.mesh), self.config)
-
-  def _try_grow(self, size, room, more):
-    with self._spare(size, room):
-      decode.grow(self._cache, more)
+      self.slots.try_moves(self.slot_buckets)

@@ -1,4 +1,4 @@
-"""What the host knows of the slots of a cache: their tokens, how many are read, and who begins like a new prompt.
+"""The slots of a cache: what the host knows of their tokens, and the arrays on the device, which grow and shrink.
 
 Shapes: S slots, C capacity of a slot. Slots lie in equal blocks over the row shards of the mesh; a prefix can be taken
 over within a shard only.
@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import jax
 import numpy as np
+
+from seed_jax import decode, sharding
+from seed_jax.models.config import ModelConfig
+from seed_jax.requests import bucket
 
 
 class SlotTable:
@@ -88,3 +93,52 @@ class SlotTable:
       getattr(new, name)[place] = getattr(self, name)[list(kept)]
     new.clock = self.clock
     return new, place
+
+
+class SlotCache:
+  """The cache on the device and the table that says what it holds; both always of the same size."""
+
+  def __init__(self, config: ModelConfig, mesh: jax.sharding.Mesh, capacity: int, rooms: Sequence[int] = ()):
+    self.config, self.mesh, self.capacity = config, mesh, capacity
+    self.rooms = (*sorted(r for r in rooms if r < capacity), capacity)  # tokens that slots may have room for
+    self.cache, self.shape = None, (0, 0)  # slots, tokens of each
+    self.clear()
+
+  def clear(self) -> None:
+    """No slot holds anything, and their number is open until the next `resize`."""
+    self.table = SlotTable(0, self.capacity, sharding.num_row_shards(self.mesh))
+
+  def take_empty(self, size: int, room: int | None = None) -> None:
+    """So many empty slots, of the smallest room if none is given."""
+    self.table = SlotTable(size, self.capacity, self.table.shards)
+    shape = size, self.rooms[0] if room is None else room
+    if self.shape != shape:
+      self.cache = None  # freed before its successor is made
+      self.cache, self.shape = decode.init_cache(self.config, *shape), shape
+
+  def resize(self, kept: Sequence[int], size: int) -> dict[int, int]:
+    """So many slots, those in `kept` among them: where each of these now is."""
+    if not kept:
+      self.take_empty(size)
+      return {}
+    self.table, place = self.table.moved(kept, size)
+    index = np.zeros(size, np.int32)
+    index[place] = kept
+    self.cache = decode.take_slots(self.cache, sharding.put_replicated(index, self.mesh), self.config)
+    self.shape = size, self.shape[1]
+    return dict(zip(kept, place.tolist(), strict=True))
+
+  def make_room(self, tokens: int) -> None:
+    """Slots that hold so many tokens, or the capacity."""
+    size, room = self.shape
+    if room < min(tokens, self.capacity):
+      room = bucket(min(tokens, self.capacity), self.rooms)
+      self.cache, self.shape = decode.grow(self.cache, room), (size, room)
+
+  def try_moves(self, sizes: Sequence[int]) -> None:
+    """Compiles every way from the present shape to another number of slots or to a larger room."""
+    for size in set(sizes) - {self.shape[0]}:
+      decode.take_slots(self.cache, sharding.put_replicated(np.zeros(size, np.int32), self.mesh), self.config)
+    for room in self.rooms:
+      if room > self.shape[1]:
+        decode.grow(self.cache, room)

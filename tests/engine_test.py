@@ -243,7 +243,7 @@ def test_slots_grow_with_their_longest_conversation(params):
   rooms, out = [], {}
   while made.busy:
     out |= dict(made.step())
-    rooms.append(made._cache_shape[1])
+    rooms.append(made.slots.shape[1])
   assert rooms[0] == 12 and rooms[-1] == 32 and 20 in rooms and rooms == sorted(rooms)
   same(out["short"], alone(params, [3, 4], (0,), max_new=2))
   same(out["long"], alone(params, [5, 6], (1,), max_new=20))
@@ -252,7 +252,7 @@ def test_slots_grow_with_their_longest_conversation(params):
   same(after, alone(params, context, (2,), max_new=2))
   made.reset()
   made.turn([Request("new", [3, 4], (0,), max_new=2)])
-  assert made._cache_shape[1] == 12
+  assert made.slots.shape[1] == 12
 
 
 # ---- prefixes and pieces
@@ -367,7 +367,7 @@ def test_after_the_warm_up_nothing_compiles(params):
   for name, run in made.programs():
     run()
     names.append(name)
-  assert len(set(names)) == len(names) and "decode 8 slots of 32" in names and "8 slots of 16 to 2" in names
+  assert len(set(names)) == len(names) and "decode 8 slots of 32" in names and "prefill 4x4 in 8 slots of 16" in names
   rng = np.random.default_rng(0)
   with CompileCounter() as compiled:
     for round_ in range(3):
