@@ -1,4 +1,4 @@
-"""The quickstart: SEED end to end on a laptop CPU, no download, about ten minutes on two free cores.
+"""The quickstart: SEED end to end on a laptop CPU, no download, eight minutes on two cores.
 
 A decoder of 0.6 M parameters plays `seed/Household-v0`, an ALFWorld-like text game of generated rooms. The stages: a
 starting policy (a stand-in for a pre-trained language model), episodes by it, skills for them by a scripted analyzer,
