@@ -59,7 +59,7 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.rollout.update(
     dict(slots=64, environments=0, smallest_bucket=16, prefill_buckets=(16, 96), prefill_tokens=1_536, share_prefix=8)
   )
-  c.rollout.update(dict(capacity_buckets=(), refill=0.25, answer_after=0, workers=0))
+  c.rollout.update(dict(capacity_buckets=(192,), refill=0.25, answer_after=0, workers=0))
   c.rollout.update(dict(step_timeout=60.0, reset_timeout=60.0))
   c.rollout.update(dict(temperature=1.0, top_k=0, top_p=1.0, stop_strings=()))
 
