@@ -9,7 +9,6 @@ import json
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 
 from benchmarks import echo, process, timing, workload
 from benchmarks.table import Row
-from seed_jax import batching, learn, metrics, rollout, sharding
+from seed_jax import batching, learn, metrics, rollout, sharding, train
 
 ABOUT = "a SEED iteration against a GRPO iteration on the same samples, phase by phase"
 
@@ -98,16 +97,8 @@ def synthetic(options) -> tuple[dict, str]:
   def iteration(method):
     w, timer = work[method], metrics.Timer()
     skills = w["scoring"].method.needs_skills
-    start = ended = time.perf_counter()
-
-    def on_episode(_):
-      nonlocal ended
-      ended = time.perf_counter()
-
     w["engine"].set_params(w["state"].params)
-    trajectories = w["play"](echo.episodes(turns), reading=reading if skills else None, on_episode=on_episode)
-    timer.add("rollout", ended - start)
-    timer.add("analysis", time.perf_counter() - ended)
+    trajectories = train.timed_play(timer, w["play"], echo.episodes(turns), reading=reading if skills else None)
     with timer("batch"), jax.set_mesh(mesh):
       values = [np.linspace(-1, 1, t.length).astype(np.float32) for t in trajectories]
       samples = batching.episode_samples(trajectories, values, _with_skill if skills else lambda *_: None)

@@ -112,7 +112,6 @@ def prefill(
   else:
     some = _shard_local(lambda x, i: attention.take_slots(x, i, axis))(cache, source)
     hidden, some = decoder.forward(params, tokens, positions, None, config, cache=some)
-
     cache = _shard_local(lambda x, i, new: attention.put_slots(x, i, new, axis))(cache, slots, some)
   last = decoder.gather_positions(hidden, jnp.maximum(counts - 1, 0)[:, None])[:, 0]
   keys = _token_keys(_request_keys(seed, draw.coordinates), draw.number)

@@ -4,7 +4,7 @@ Requests of any length are submitted at any time; every `step()` gives free slot
 their tokens, decodes until a part of the slots has finished, and hands those responses out. No request waits for the
 longest response of another. A conversation keeps its slot, and the cache in it, from turn to turn; a prompt that begins
 like what some slot has read already (the other members of a group, the last window of an episode) takes that prefix
-over instead of computing it again. Shapes are bucketed, so the compiled programs are few and known: `warm_up` compiles
+over instead of computing it again. Shapes are bucketed, so the compiled programs are few and known: `programs` names
 all of them.
 Shapes: S slots, P slots of one prefill call, T new tokens, C capacity of a slot.
 """

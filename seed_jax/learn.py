@@ -31,7 +31,7 @@ from seed_jax import batching, score
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
-from seed_jax.update import Batch, LossConfig, TrainState, Update, drained
+from seed_jax.update import Batch, LossConfig, Pieces, TrainState, Update
 
 RESCORE = ("iteration", "minibatch")
 
@@ -76,7 +76,7 @@ def scored(batch: Batch, params, reference, scoring: Scoring, *, first: bool) ->
   elif not first:
     old = _score(params, batch, "ordinary", scoring, nothing, batch.count)
   elif skill:
-    batch = batch.replace(skill_logprobs=_score(params, batch, "skill", scoring, nothing, batch.skill_count))
+    batch = rescored(batch, params, scoring)
   if reference is not None:
     batch = batch.replace(ref_logprobs=_score(reference, batch, "ordinary", scoring, nothing, batch.count))
   return batch.replace(old_logprobs=old, own_old=jnp.full_like(batch.count, first, bool))
@@ -99,7 +99,7 @@ def update_all(
   step: Update, state: TrainState, minibatches: Sequence[Sequence[Batch]], scoring: Scoring
 ) -> tuple[TrainState, dict[str, float]]:
   """One optimizer step a mini-batch. Metrics are means over them, of a metric named `..._max` the largest."""
-  return drained(updates(step, state, minibatches, scoring))
+  return Pieces(updates(step, state, minibatches, scoring)).finish()
 
 
 def updates(

@@ -6,6 +6,7 @@ Shapes: Q tasks of an iteration, N episodes of a task, B rows, R response tokens
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from seed_jax.checkpoint import Checkpoints
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
-from seed_jax.update import LossConfig, MethodLoss
+from seed_jax.update import LossConfig, MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
 
@@ -74,8 +75,15 @@ def run_train(run: Run) -> dict:
     tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
     episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
     options = dict(iteration=iteration, reading=reading, on_idle=on_idle)
-    played = timed_play(run, timer, engine, pool, episodes, **options)
+    played = timed_play(timer, run.play, engine, pool, episodes, **options)
     return played, episode_metrics(played) | engine_metrics(engine.take_stats())
+
+  def on_mesh(function):
+    def call():
+      with jax.set_mesh(run.mesh):
+        return function()
+
+    return call
 
   def advantages_of(trajectories):
     return batching.turn_advantages(
@@ -131,12 +139,12 @@ def run_train(run: Run) -> dict:
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
 
       # ---- 5. the update; one step ahead, the next episodes are played first, and its programs fill their pauses
-      work = Pieces(learn.updates(step_fn, state, minibatches, scoring), run.mesh)
+      work = Pieces(learn.updates(step_fn, state, minibatches, scoring))
       if c.async_level and iteration + 1 < c.iterations:
         with jax.set_mesh(run.mesh):
           behaviour = copied(state.params)  # the update gives the buffers of its state away
-        ahead = sample(iteration + 1, behaviour, on_idle=work.advance)
-      with timer("update"):
+        ahead = sample(iteration + 1, behaviour, on_idle=on_mesh(work.advance))
+      with timer("update"), jax.set_mesh(run.mesh):
         state, metrics = work.finish()
       log |= metrics
 
@@ -196,32 +204,9 @@ def warm_up(programs, run: Run) -> None:
       bar.update(1)
 
 
-class Pieces:
-  """Work that is done a piece at a time while something else waits, and then to its end."""
-
-  def __init__(self, pieces, mesh):
-    self._pieces, self._mesh, self._result = pieces, mesh, None
-
-  def advance(self) -> bool:
-    """Does a piece; whether there may be another."""
-    if self._result is None:
-      with jax.set_mesh(self._mesh):
-        try:
-          next(self._pieces)
-        except StopIteration as end:
-          self._result = (end.value,)
-    return self._result is None
-
-  def finish(self):
-    """What the work comes to."""
-    while self.advance():
-      pass
-    return self._result[0]
-
-
-def timed_play(run: Run, timer: Timer, engine, pool, episodes, **options):
-  """`run.play`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what skills take after
-  that.
+def timed_play(timer: Timer, play: Callable, *args, **options):
+  """`play(*args, **options)`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what skills
+  take after that.
   """
   start = ended = time.perf_counter()
 
@@ -229,7 +214,7 @@ def timed_play(run: Run, timer: Timer, engine, pool, episodes, **options):
     nonlocal ended
     ended = time.perf_counter()
 
-  trajectories = run.play(engine, pool, episodes, on_episode=on_episode, **options)
+  trajectories = play(*args, on_episode=on_episode, **options)
   timer.add("rollout", ended - start)
   timer.add("analysis", time.perf_counter() - ended)
   return trajectories

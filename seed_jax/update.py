@@ -182,7 +182,7 @@ class Update:
     self._zeros = jax.jit(zeros)
 
   def __call__(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict]:
-    return drained(self.pieces(state, batches))
+    return Pieces(self.pieces(state, batches)).finish()
 
   def pieces(self, state: TrainState, batches: Sequence[Batch]) -> Generator[None, None, tuple[TrainState, dict]]:
     """The same, a program at a time: stops behind each batch, so that other work finds a place between them."""
@@ -201,13 +201,26 @@ class Update:
     self._apply.lower(state, grads, metrics).compile()
 
 
-def drained(pieces: Generator):
-  """What a generator returns, after all that is left of it has been done."""
-  while True:
-    try:
-      next(pieces)
-    except StopIteration as end:
-      return end.value
+class Pieces:
+  """The work of a generator, done a piece at a time while something else waits, and then to its end."""
+
+  def __init__(self, pieces: Generator):
+    self._pieces, self._result = pieces, None
+
+  def advance(self) -> bool:
+    """Does a piece; whether there may be another."""
+    if self._result is None:
+      try:
+        next(self._pieces)
+      except StopIteration as end:
+        self._result = (end.value,)
+    return self._result is None
+
+  def finish(self):
+    """What the generator returns."""
+    while self.advance():
+      pass
+    return self._result[0]
 
 
 def make_update(
