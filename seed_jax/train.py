@@ -205,8 +205,8 @@ def warm_up(programs, run: Run) -> None:
 
 
 def timed_play(timer: Timer, play: Callable, *args, **options):
-  """`play(*args, **options)`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what skills
-  take after that.
+  """`play(*args, **options)`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what
+  skills take after that.
   """
   start = ended = time.perf_counter()
 
