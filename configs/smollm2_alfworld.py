@@ -39,7 +39,7 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.rollout.update(dict(capacity_buckets=(), workers=2, answer_after=1))  # environments step while the model decodes
   c.rollout.update(dict(stop_strings=("</action>",)))
   c.rollout.temperature = 0.7
-  c.analysis.update(dict(max_prompt=400, max_response=112, template="compact"))
+  c.analysis.update(dict(ask="message", max_prompt=400, max_response=112, template="compact"))
   c.checkpoint.update(dict(every=1, keep=1))
 
   c.collect.update(

@@ -221,11 +221,16 @@ class Household:
 
   def analysis_prompt(self, task: str, steps: Sequence[tuple[str, str, bool]], won: bool) -> str:
     """A compact analyzer request: task, outcome, and every observation and action of the episode."""
-    lines = ["Write the skill.", f"{TASK_MARK} {task}.", f"It was a {'success' if won else 'failure'}."]
+    request, outcome = self.analysis_question(won).split("\n")
+    lines = [request, f"{TASK_MARK} {task}.", outcome]
     for observation, action, valid in steps:
       lines += [line for line in observation.split("\n") if TASK_MARK not in line]
       lines.append(f"> {action}" if valid else f"> {action} (invalid)")
     return "\n".join(lines)
+
+  def analysis_question(self, won: bool) -> str:
+    """The same request as a turn of the conversation that was the episode."""
+    return f"Write the skill.\nIt was a {'success' if won else 'failure'}."
 
   def skill_block(self, skill: str) -> str:
     """The line that carries a skill in this benchmark's prompts."""

@@ -28,6 +28,7 @@ from seed_jax.rollout import Episode, Prompter, Reading, Setting, analyze_episod
 from seed_jax.trajectory import MODES, Trajectory
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
+ASKS = ("message", "turn")  # how the policy is asked for the analysis of an episode
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
 
 
@@ -74,6 +75,13 @@ class Run:
       resolve_model(c.model.path)
     if c.rollout.mode not in MODES:
       raise ConfigError(f"config.rollout.mode={c.rollout.mode!r} is unknown; choose one of {', '.join(MODES)}")
+    if c.analysis.ask not in ASKS:
+      raise ConfigError(f"config.analysis.ask={c.analysis.ask!r} is unknown; choose one of {', '.join(ASKS)}")
+    if c.analysis.ask == "turn" and c.rollout.mode != "transcript":
+      raise ConfigError(
+        "config.analysis.ask='turn' goes on from a conversation, which config.rollout.mode="
+        f"{c.rollout.mode!r} does not keep; choose message, or transcript mode"
+      )
     if c.annotate.analyzer == "external" and "external" not in c.annotate:
       raise ConfigError("config.annotate.analyzer='external' needs config.annotate.external (base_url, model, ...)")
     for name in ("base", "sft", "train"):
@@ -221,14 +229,28 @@ class Run:
     return Reading(self.analysis_prompt, self.config.analysis.max_response)
 
   def analysis_prompt(self, trajectory: Trajectory) -> list[int]:
-    """Token ids of the request for a skill; at most config.analysis.max_prompt of them."""
+    """Token ids of the request for a skill.
+
+    config.analysis.ask: "message" is one user message with the whole episode in it, at most config.analysis.max_prompt
+    tokens (paper). "turn" goes on from the conversation of the episode itself, whose tokens are in the engine's cache:
+    nothing but the question is read (transcript mode only).
+    """
     a = self.config.analysis
+    if a.ask == "turn":
+      ids = [int(i) for t in trajectory.turns for part in (t.prompt_ids, t.response_ids) for i in part]
+      ended = ids[-1] in self.tokenizer.stop_ids
+      return ids + self.tokenizer.following(self._analysis_question(trajectory), ended=ended)
     if hasattr(self.benchmark, "analysis_prompt"):
       message = self.benchmark.analysis_prompt(trajectory.task, trajectory.action_steps, trajectory.won)
     else:
       fits = lambda m: len(self.tokenizer.first(m)) <= a.max_prompt  # noqa: E731
       message = skills.analysis_prompt(trajectory, a.template, fits=fits)
     return self.tokenizer.first(message)
+
+  def _analysis_question(self, trajectory):
+    if hasattr(self.benchmark, "analysis_question"):
+      return self.benchmark.analysis_question(trajectory.won)
+    return skills.analysis_question(trajectory, self.config.analysis.template)
 
   def analyze(self, engine: Engine, trajectories: Sequence[Trajectory], *, iteration: int) -> dict[str, float]:
     """The policy reads finished episodes: fills analysis, summary and skill. Returns parse statistics.

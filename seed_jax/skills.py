@@ -128,13 +128,7 @@ def analysis_prompt(
 
   Raises ValueError for an unknown template or outcome, or where not even two steps of a few words fit.
   """
-  if template is None or isinstance(template, str):
-    name = template or "full"
-    if name not in TEMPLATES:
-      raise ValueError(f"analysis template {name!r} is unknown; choose one of {', '.join(TEMPLATES)}")
-    template = TEMPLATES[name]
-  if trajectory.outcome not in template.instructions:
-    raise ValueError(f"outcome {trajectory.outcome!r} is unknown; choose one of {', '.join(template.instructions)}")
+  template = _template(template, trajectory)
   steps = [
     _fill(
       template.step,
@@ -152,13 +146,7 @@ def analysis_prompt(
     if kept < len(steps):
       gap = _fill(template.gap, first=str(head), last=str(len(steps) - tail - 1))
       lines = [*steps[:head], gap, *steps[len(steps) - tail :]]
-    return _fill(
-      template.text,
-      instruction=template.instructions[trajectory.outcome],
-      task=trajectory.task,
-      outcome=trajectory.outcome,
-      trajectory="".join(lines),
-    )
+    return _request(template, trajectory, "".join(lines))
 
   text = message(len(steps))
   if fits is None or fits(text):
@@ -174,6 +162,32 @@ def analysis_prompt(
   size = len(message(min(2, len(steps))))
   raise ValueError(
     f"an analysis does not fit the analyzer even with two short steps ({size} characters); give it more context"
+  )
+
+
+def analysis_question(trajectory: Episode, template: AnalysisTemplate | str | None = None) -> str:
+  """The same request without the steps, for an analyzer that played the episode itself in this very conversation."""
+  return _request(_template(template, trajectory), trajectory, "The conversation above.\n")
+
+
+def _template(template: AnalysisTemplate | str | None, trajectory: Episode) -> AnalysisTemplate:
+  if template is None or isinstance(template, str):
+    name = template or "full"
+    if name not in TEMPLATES:
+      raise ValueError(f"analysis template {name!r} is unknown; choose one of {', '.join(TEMPLATES)}")
+    template = TEMPLATES[name]
+  if trajectory.outcome not in template.instructions:
+    raise ValueError(f"outcome {trajectory.outcome!r} is unknown; choose one of {', '.join(template.instructions)}")
+  return template
+
+
+def _request(template: AnalysisTemplate, trajectory: Episode, steps: str) -> str:
+  return _fill(
+    template.text,
+    instruction=template.instructions[trajectory.outcome],
+    task=trajectory.task,
+    outcome=trajectory.outcome,
+    trajectory=steps,
   )
 
 

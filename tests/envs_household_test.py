@@ -454,6 +454,8 @@ def test_prompts():
   request = BENCHMARK.analysis_prompt(info["task"], [(observation, "look", True), (answer, "jump", False)], False)
   assert request.count("Your task is to:") == 1 and "failure" in request
   assert request.endswith("> look\nYou stand in the room.\n> jump (invalid)")
+  assert BENCHMARK.analysis_question(False) == "Write the skill.\nIt was a failure."
+  assert set(BENCHMARK.analysis_question(True).split("\n")) < set(BENCHMARK.analysis_prompt("", [], True).split("\n"))
   block = "Skill: [take mug from shelf 1.]"
   assert skill_block("take mug from shelf 1.") == BENCHMARK.skill_block("take mug from shelf 1.") == block
 

@@ -7,6 +7,7 @@ from seed_jax import run as run_module
 from seed_jax.batching import RowShape
 from seed_jax.metrics import read_json, write_json
 from seed_jax.run import STAGES, ConfigError, Run, process_seed, resolve_model
+from seed_jax.trajectory import Trajectory, Turn
 
 TINY = runpy.run_path(str(run_module.epath.Path(__file__).parent / "tiny_config.py"))["get_config"]
 
@@ -102,6 +103,8 @@ def test_a_config_file_that_is_no_json_is_named(tmp_path):
     ("method", "sede", "method 'sede' is unknown; choose one of seed, grpo"),
     ("model.path", "/nope", "config.model.path=/nope does not exist"),
     ("rollout.mode", "windows", "config.rollout.mode='windows' is unknown; choose one of window, transcript"),
+    ("rollout.mode", "window", "config.analysis.ask='turn' goes on from a conversation"),
+    ("analysis.ask", "letter", "config.analysis.ask='letter' is unknown; choose one of message, turn"),
     ("annotate.analyzer", "external", "needs config.annotate.external"),
     ("train.optimizer.rule", "adem", "optimizer rule 'adem' is unknown"),
     ("sft.optimizer.schedule", "stairs", "schedule 'stairs' is unknown"),
@@ -168,6 +171,33 @@ def test_a_start_of_another_seed_or_model_is_refused(tmp_path):
   make(tmp_path, "unfinished").open()
   with pytest.raises(ConfigError, match="unfinished is no work directory with a finished sft stage"):
     make(tmp_path, "third", change=setter("start", str(tmp_path / "unfinished"))).open()
+
+
+# ---- how an analysis is asked for
+
+
+def test_asking_in_a_turn_goes_on_from_the_very_ids_of_the_episode(tmp_path):
+  run = make(tmp_path)
+  turn = lambda prompt, response: Turn("o", (), "p", prompt, response, [0.0] * len(response), "r", "a", True, 0.0)  # noqa: E731
+  ids = [7, 8], [9, 2], [10], [11, 12]  # 2 ends a turn: the first response has ended, the second was cut off
+  episode = Trajectory("t", "f", "s", "transcript", 0, 0, [turn(*ids[:2]), turn(*ids[2:])], True, 1.0, False)
+  told = []
+
+  class Tokenizer:
+    stop_ids = (2,)
+
+    def following(self, user, *, ended):
+      told.append((user, ended))
+      return [20, 21]
+
+  run.tokenizer = Tokenizer()
+  assert run.analysis_prompt(episode) == [7, 8, 9, 2, 10, 11, 12, 20, 21]
+  assert all(type(i) is int for i in run.analysis_prompt(episode))
+  episode.turns.pop()
+  episode.won = False
+  assert run.analysis_prompt(episode)[:4] == [7, 8, 9, 2]
+  assert told[0] == ("Write the skill.\nIt was a success.", False)
+  assert told[-1] == ("Write the skill.\nIt was a failure.", True)
 
 
 # ---- models, panel, rows

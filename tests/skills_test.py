@@ -44,6 +44,15 @@ def test_instruction_depends_on_the_outcome(template):
     assert [o for o in instructions if instructions[o] in text] == [outcome]
 
 
+@pytest.mark.parametrize("template", skills.TEMPLATES)
+def test_a_question_in_the_conversation_of_the_episode_repeats_no_step(template):
+  text = skills.analysis_question(Episode("failure"), template)
+  assert skills.TEMPLATES[template].instructions["failure"] in text and "put a cup on the shelf" in text
+  assert "The conversation above." in text and "go to shelf 1" not in text and "{" + "trajectory}" not in text
+  with pytest.raises(ValueError, match="'draw'"):
+    skills.analysis_question(Episode("draw"), template)
+
+
 def test_values_are_not_filled_again():
   episode = Episode(steps=[("{response} {task} {0} {", "{trajectory} }", True)])
   episode.task = "a {trajectory} task {outcome}"
