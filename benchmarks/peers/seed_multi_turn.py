@@ -19,6 +19,9 @@ def main() -> None:
     slots=flags.environments,
     environments=flags.environments,
     capacity=512,
+    capacity_buckets=(128, 256),  # a conversation begins in a small slot
+    check_every=shared.NEW_TOKENS,  # a turn is rarely shorter
+    refill=0.5,
   )
   seconds, tokens, first, computed = [], [], None, 0
   for iteration in range(flags.steps + 1):
