@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from seed_jax.library import Library, Mistake, Skill
@@ -53,6 +53,7 @@ def build_library(
   mistakes_per_family: int = 5,
   min_families: int = 2,
   min_novelty: float = 0.25,
+  rewrite: Callable[[str, str], str] | None = None,
 ) -> Library:
   """The library of annotated episodes (fields family, task_id, task, outcome, skill, summary).
 
@@ -61,6 +62,8 @@ def build_library(
     min_families: a success text that was written in so many families is general; a failure text becomes a mistake that
       is common to all.
     min_novelty: share of a text's n-grams that must not occur in the entries before it, of the same list; 0 keeps all.
+    rewrite: (skill, task sentence) -> the text to collect instead, "" to leave it out: where skills name the things of
+      one room, this is the place to make them say it of any.
 
   Episodes without a skill, or with neither outcome, say nothing; without any the library is empty. Raises ValueError
   for limits that make no sense.
@@ -70,7 +73,7 @@ def build_library(
       f"a library needs sizes >= 0, min_families >= 2 and min_novelty in [0, 1]; got {per_family}, {general}, "
       f"{mistakes_per_family}, {min_families} and {min_novelty}"
     )
-  written, episodes = _collect(trajectories)
+  written, episodes = _collect(trajectories, rewrite)
   families = sorted({family for family, _ in written})
   skills, failures = _by_text(written, True), _by_text(written, False)
   shared = [_merged(found) for found in skills.values() if len(found) >= min_families]
@@ -95,12 +98,13 @@ def build_library(
   )
 
 
-def _collect(trajectories) -> tuple[dict[tuple[str, str], _Written], int]:
+def _collect(trajectories, rewrite) -> tuple[dict[tuple[str, str], _Written], int]:
   """Everything that was written, by (family, normalised text); and for how many episodes."""
   written: dict[tuple[str, str], _Written] = {}
   episodes = 0
   for t in trajectories:
-    text, family = clean(t.skill, MAX_SKILL_CHARS), clean(t.family, 200) or "unknown"
+    text = rewrite(t.skill, t.task) if rewrite and t.skill else t.skill
+    text, family = clean(text, MAX_SKILL_CHARS), clean(t.family, 200) or "unknown"
     if not text or t.outcome not in ("success", "failure"):
       continue
     episodes += 1

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from seed_jax.library import Library, Mistake, Rendering, Selection, Skill, rendering
+from seed_jax.skill_quality import words
 
 DYNAMIC = "dyn_"  # ids of skills that were added while a run went on: they come before the static ones
 
@@ -57,13 +59,13 @@ class KeywordRules:
     """The class of a task sentence."""
     task = task.casefold()
     for name, sets in self.classes:
-      if any(all(re.search(rf"\b{re.escape(word)}", task) for word in words) for words in sets):
+      if any(all(re.search(rf"\b{re.escape(word)}", task) for word in together) for together in sets):
         return name
     return self.default
 
 
-def _any(words: str) -> tuple[tuple[str, ...], ...]:
-  return tuple((word,) for word in words.split())
+def _any(text: str) -> tuple[tuple[str, ...], ...]:
+  return tuple((word,) for word in text.split())
 
 
 # SkillRL's classes in its order. Its words are matched anywhere in the sentence, ours at the start of a word.
@@ -146,6 +148,21 @@ def by_embedding(
     return largest(Selection(heading, near, general, _mistakes(library, family, max_mistakes)), render, fits)
 
   return retrieve
+
+
+def word_embedder(size: int = 4096) -> Embedder:
+  """Counts of words, hashed into `size` places: no model, no download, and near is what shares words. Where sentences
+  are short and their words are few, as in the household, that is what an embedding needs to know.
+  """
+
+  def embed(texts: Sequence[str]) -> np.ndarray:
+    vectors = np.zeros((len(texts), size), np.float32)
+    for row, text in enumerate(texts):
+      for word in words(text):
+        vectors[row, zlib.crc32(word.encode("utf-8", "replace")) % size] += 1
+    return vectors
+
+  return embed
 
 
 def sentence_embedder(model: str, **options: Any) -> Embedder:

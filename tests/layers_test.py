@@ -17,7 +17,7 @@ ORDER = """
   inference: decode requests slots engine score
   records: progress metrics intervals records
   learning: optimizer update checkpoint
-  agent: text_template text_sentencepiece text skills analyzers trajectory library retrieval skill_quality skill_log
+  agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources batching learn rollout
   programs: run supervised base collect annotate library_stage sft train
   programs: mechanism evaluate compare charts page report preflight main

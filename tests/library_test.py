@@ -1,6 +1,7 @@
 """The skill library as JSON and as text."""
 
 import json
+import pathlib
 import re
 
 import pytest
@@ -58,6 +59,13 @@ def test_a_library_survives_the_disk(tmp_path):
   library.save(tmp_path / "again" / "library.json", found)
   assert library.load(tmp_path / "again" / "library.json") == found
   assert json.loads((tmp_path / "again" / "library.json").read_text("utf-8")) == RECORD
+
+
+def test_the_example_of_the_documentation_can_be_read(tmp_path):
+  page = pathlib.Path(__file__).resolve().parents[1] / "docs" / "library.md"
+  example = re.search(r"```json\n(.*?)```", page.read_text("utf-8"), re.S)[1]
+  found = library.load(write(tmp_path, example.encode()))
+  assert len(found) == 3 and found.mistakes[0].family == "heat"
 
 
 def test_what_is_known_and_not_shown_is_accepted(tmp_path):

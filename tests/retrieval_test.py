@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from seed_jax import retrieval
-from seed_jax.library import Library, Mistake, Skill, markdown
+from seed_jax.library import Library, Mistake, Skill, markdown, tidy
 from seed_jax.retrieval import RULES, by_embedding, by_family, by_keyword
+from seed_jax.skills import insert_skill
+from seed_jax.text import truncate_prompt
 
 
 def skills(prefix, count, text="{}"):
@@ -67,6 +69,27 @@ def test_a_text_that_is_too_long_loses_whole_entries(limit, render):
     assert text == whole
   found = compact(by_family(LIBRARY, render="compact"), "heat", fits=lambda text: len(text.split()) <= 10)
   assert len(found) == 10 and found[9] == "dyn_0", "as many entries as fit"
+
+
+class Letters:
+  """A tokenizer of letters."""
+
+  def first(self, text):
+    return list(text)
+
+
+@pytest.mark.parametrize("limit", [80, 120, 200, 400, 2000])
+@pytest.mark.parametrize("render", ["markdown", "compact"])
+def test_with_fits_a_prompt_keeps_its_task_line_and_the_text_whole(limit, render):
+  prompt = "You are at home.\nYour task is to: heat a potato\nYou see shelf 1."
+
+  def inserted(text):
+    return insert_skill(prompt, text, block="\n\n{skill}\n", prepare=tidy)
+
+  text = by_family(LIBRARY, render=render)("heat a potato", "heat", fits=lambda text: len(inserted(text)) <= limit)
+  assert truncate_prompt(Letters(), inserted(text), limit) == inserted(text)
+  assert "\nYour task is to: heat a potato\n" in inserted(text) and text in inserted(text)
+  assert bool(text) == (limit > 80 or render == "compact")
 
 
 def test_nothing_fits():
@@ -178,6 +201,17 @@ def test_embedding_defaults_and_limits():
 def test_an_embedder_that_gives_something_else_is_refused(vectors, told):
   with pytest.raises(ValueError, match=told):
     by_embedding(COOKING, lambda texts: vectors)
+
+
+def test_shared_words_are_near_without_a_model():
+  retrieve = by_embedding(
+    COOKING, retrieval.word_embedder(), top_k=0, specific_top_k=1, max_mistakes=0, render="compact"
+  )
+  assert retrieve("Bring me the POTATO", "") == "potato potato." and retrieve("fridge, a", "") == "fridge."
+  embed = retrieval.word_embedder(8)
+  assert embed(["a b a", "A, b!", "", "\ud800 漢字"]).shape == (4, 8)
+  np.testing.assert_array_equal(embed(["a b a"])[0], embed(["a"])[0] * 2 + embed(["b"])[0])
+  assert not embed([""]).any() and retrieve("\ud800", "")
 
 
 def test_the_sentence_model_is_imported_only_when_asked_for(monkeypatch):
