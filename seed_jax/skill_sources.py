@@ -175,9 +175,6 @@ def _draw(context: Context, trajectory: Trajectory, purpose: str) -> random.Rand
 
 
 def _random_words(words: list[str], tokens, length: int, draw: random.Random) -> str:
-  if length <= 0:
-    return ""
-
   def short(text: str) -> bool:
     return tokens(text) <= length and len(text) <= MAX_SKILL_CHARS
 

@@ -196,7 +196,11 @@ def test_embedding_defaults_and_limits():
 
 @pytest.mark.parametrize(
   ("vectors", "told"),
-  [(np.zeros((3,)), r"\[3\] for 3 texts"), (np.zeros((2, 4)), r"\[2, 4\] for 3"), (np.full((3, 4), np.nan), "finite")],
+  [
+    (np.zeros((3,)), r"\[3\] for 3 texts"),
+    (np.zeros((2, 4)), r"\[2, 4\] for 3"),
+    (np.full((3, 4), np.nan), r"\[3, 4\] for 3"),
+  ],
 )
 def test_an_embedder_that_gives_something_else_is_refused(vectors, told):
   with pytest.raises(ValueError, match=told):

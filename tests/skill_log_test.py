@@ -42,6 +42,9 @@ def test_written_rows_are_read_again(tmp_path):
   assert skill_log.iterations(tmp_path / "skills") == [] == skill_log.read(tmp_path / "skills")
   kept = [skill_log.write(tmp_path / "skills", i, rows(text=f"漢字 {i} {{}}")) for i in (2, 11, 1)]
   assert skill_log.iterations(tmp_path / "skills") == [1, 2, 11]
+  for i in (10**6, 10**6 - 1):
+    skill_log.write(tmp_path / "long", i, [])
+  assert skill_log.iterations(tmp_path / "long") == [10**6 - 1, 10**6]
   assert skill_log.read(tmp_path / "skills", 2) == kept[0] and kept[0][0]["iteration"] == 2
   assert skill_log.read(tmp_path / "skills") == kept[2] + kept[0] + kept[1]
   skill_log.write(tmp_path / "skills", 3, [])

@@ -150,6 +150,11 @@ def test_random_text_has_as_many_tokens(length):
   assert len(found.split()) == length and set(found.split()) <= {"cup", "fridge", "go", "looking", "two", "words"}
 
 
+def test_every_member_has_random_text_of_its_own():
+  found = SOURCES["random_text"]([episode(g, m, "a b c d e f g h") for g in range(2) for m in range(4)], CONTEXT)
+  assert len(set(found)) == 8
+
+
 def test_random_text_counts_tokens_not_words():
   by_letter = Context(words=WORDS, tokens=len)
   for length in range(2, 60):
