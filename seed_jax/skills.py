@@ -308,16 +308,24 @@ DEFAULT_BLOCK = "\n\n**Episode-Level Skill**\nUse this advice from experience wh
 Block = str | Callable[[str], str]  # text with {skill}, or a function of the skill
 
 
-def insert_skill(prompt: str, skill: str, *, block: Block = DEFAULT_BLOCK, anchors: Sequence[str] = ANCHORS) -> str:
+def insert_skill(
+  prompt: str,
+  skill: str,
+  *,
+  block: Block = DEFAULT_BLOCK,
+  anchors: Sequence[str] = ANCHORS,
+  prepare: Callable[[str], str] | None = None,
+) -> str:
   """Puts a skill into the text of a user message, before the chat template: H(h, s) of the paper.
 
   The block follows the first line that holds the first anchor found; where no anchor occurs it precedes the last line
   that starts with "Now it's your turn"; where that is missing too it ends the message. The block starts a line of its
   own; more newlines are its own business, and the prompt around it is unchanged. An empty skill returns the prompt
   itself. In `transcript` mode only the first message states the task and takes the skill (`skill_prompts`). Raises
-  ValueError for a block without {skill}.
+  ValueError for a block without {skill}. `prepare` makes a text safe to insert: by default one line of at most
+  MAX_SKILL_CHARS; `library.tidy` keeps the lines of a longer one.
   """
-  skill = clean(skill, MAX_SKILL_CHARS)
+  skill = prepare(skill) if prepare else clean(skill, MAX_SKILL_CHARS)
   if not skill:
     return prompt
   if callable(block):

@@ -17,8 +17,10 @@ ORDER = """
   inference: decode requests slots engine score
   records: progress metrics intervals records
   learning: optimizer update checkpoint
-  agent: text_template text_sentencepiece text skills analyzers trajectory batching learn rollout
-  programs: run supervised base collect annotate sft train mechanism evaluate compare charts page report preflight main
+  agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
+  agent: library_builder skill_sources batching learn rollout
+  programs: run supervised base collect annotate library_stage sft train
+  programs: mechanism evaluate compare charts page report preflight main
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()

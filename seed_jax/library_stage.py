@@ -1,0 +1,31 @@
+"""Stage `library`: a static skill library from the annotated episodes, for methods whose skills come from one.
+
+It is the control of SEED's on-policy skills (paper, table 2, row without on-policy skills) that needs no other model.
+"""
+
+from __future__ import annotations
+
+from seed_jax import library
+from seed_jax.annotate import load_annotated
+from seed_jax.library_builder import build_library
+from seed_jax.metrics import say
+from seed_jax.run import ConfigError, Run
+
+FILE = "library.json"  # by its name also the mark that the stage is done: a library that is put there is kept
+
+
+def run_library(run: Run) -> dict:
+  """Builds DIR/library.json from trajectories/annotated, with the options of config.library where there are any."""
+  options = run.config.get("library", {})
+  built = build_library(load_annotated(run), **dict(options))
+  if not len(built):
+    raise ConfigError(f"no annotated episode of {run.workdir} has a skill and an outcome; there is nothing to collect")
+  library.save(run.workdir / FILE, built)
+  skills = sum(map(len, built.by_family.values()))
+  say(f"library: {len(built.general)} general skills, {skills} of families, {len(built.mistakes)} mistakes")
+  return library.to_record(built)
+
+
+def load_library(run: Run) -> library.Library:
+  """The library of a run's work directory."""
+  return library.load(run.workdir / FILE)
