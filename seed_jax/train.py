@@ -37,11 +37,11 @@ def run_train(run: Run) -> dict:
 
   # ---- the policy, its frozen copy as reference, the optimizer
   model, params = run.load_policy(start_from)
-  loss_config = LossConfig(**c.loss.to_dict(), temperature=run.config.rollout.temperature)
-  reference = params if loss_config.kl_coef else None
+  loss = loss_config(run.config)
+  reference = params if loss.kl_coef else None
   chain = optimizer.make_optimizer(optimizer_config(c.optimizer), c.iterations * c.minibatches)
-  step_fn = update.make_update(model, MethodLoss(method, loss_config), chain, temperature=loss_config.temperature)
-  scoring = learn.Scoring(model, method, loss_config, c.rescore)
+  step_fn = update.make_update(model, MethodLoss(method, loss), chain, temperature=loss.temperature)
+  scoring = learn.Scoring(model, method, loss, c.rescore)
   with jax.set_mesh(run.mesh):
     state = update.init_state(params, chain)
 
@@ -66,7 +66,7 @@ def run_train(run: Run) -> dict:
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
     )
   curve = Curve(run, pool_of_tasks, first, counts)
-  engine = run.engine(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
+  engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
   reading = run.reading() if method.needs_skills else None
   shapes = run.row_shapes(c)
   timer, compiles = Timer(), CompileCounter()
@@ -171,6 +171,11 @@ def run_train(run: Run) -> dict:
   run.save_policy("final", model, state.params)
   keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
   return run.finish("train", _summary(run, method, start_from, seconds_so_far()))
+
+
+def loss_config(config) -> LossConfig:
+  """The coefficients of a run's objective."""
+  return LossConfig(**config.train.loss.to_dict(), temperature=config.rollout.temperature)
 
 
 def iteration_tasks(tasks, iteration: int, count: int, seed: int):
