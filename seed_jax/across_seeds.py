@@ -66,6 +66,20 @@ def paired_t(after: Sequence[float], before: Sequence[float], *, confidence: flo
   return Paired(mean, low, high, t, float(2 * special.stdtr(len(d) - 1, -abs(t))))
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+  """p-values corrected for their number: the i-th smallest (from 0) of n times n - i, kept ascending, at most 1.
+
+  NaN (no test) stays NaN and does not count. Source: S. Holm, A simple sequentially rejective multiple test procedure,
+  1979.
+  """
+  values = np.asarray(p_values, float)
+  tested = np.flatnonzero(~np.isnan(values))
+  order = tested[np.argsort(values[tested])]
+  scaled = values[order] * (len(order) - np.arange(len(order)))
+  values[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+  return values.tolist()
+
+
 def seeds_and_tasks(
   after: np.ndarray, before: np.ndarray, *, confidence: float = 0.95, samples: int = 10_000, seed: int = 0
 ) -> tuple[float, float, float]:

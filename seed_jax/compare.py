@@ -84,10 +84,11 @@ def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
     f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {sum(map(len, curves.values()))} of "
     f"{len(arms) * len(seeds)} runs are finished. All arms of a seed begin from one SFT checkpoint and train for the "
     f"iterations of the config ({iterations}, where an arm does not change it).",
-    f"Panel: {p.tasks} tasks of the split {p.split}, {p.samples} episodes of each at temperature {p.temperature}, no "
+    f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
     f"skill in any prompt, every {panel_every(run.config)} iterations. Figures are those of the last iteration; no "
     "step was chosen by the panel.",
-    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks. "
+    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; "
+    "Holm's p-values are corrected for the number of arms. "
     "Time is that of training iterations, without compilation and without the panels.",
   ]
   values = {"baseline": base, "panel": p.to_dict(), "about": about, "arms": found}

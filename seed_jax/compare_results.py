@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from seed_jax.across_seeds import area, first_reach, height, paired_t, seeds_and_tasks, t_interval
+from seed_jax.across_seeds import area, first_reach, height, holm, paired_t, seeds_and_tasks, t_interval
 from seed_jax.page import duration, number, percent, plain, span
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -32,6 +32,9 @@ def summarize_arms(arms: Mapping[str, Curves], baseline: str) -> dict[str, dict[
   for name, summary in found.items():
     if baseline in found:
       summary["against"] = against(arms[name], arms[baseline], same=name == baseline)
+  tested = [s["against"]["final"] for s in found.values() if "final" in (s.get("against") or {})]
+  for final, corrected in zip(tested, holm([final["p"] for final in tested]), strict=True):
+    final["p_holm"] = corrected
   return found
 
 
@@ -39,9 +42,10 @@ def against(arm: Curves, base: Curves, *, same: bool = False) -> dict[str, Any] 
   """An arm beside the baseline over the seeds that both have finished; None where there is no such seed.
 
   final, macro, area: {difference, low, high, t, p} of the paired t-test; final has `bootstrap` as well, [low, high]
-  over seeds x tasks. threshold: the baseline's mean final success; episodes_to and seconds_to: what the arm had used
-  when its mean curve first reached it, null where it did not; reached: seeds whose own curve reached the baseline's
-  final success with that seed. The baseline itself has no differences.
+  over seeds x tasks, and from `summarize_arms` p_holm, corrected for the number of arms. threshold: the baseline's mean
+  final success; episodes_to and seconds_to: what the arm had used when its mean curve first reached it, null where it
+  did not; reached: seeds whose own curve reached the baseline's final success with that seed. The baseline itself has
+  no differences.
   """
   seeds = sorted(arm.keys() & base.keys())
   if not seeds:
@@ -88,7 +92,7 @@ def _summary(curves: Curves) -> dict[str, Any]:
     "final": _stat(success[:, -1]),
     "macro": _stat(table["macro"][:, -1]),
     "area": _stat([area(points, y) for y in success]),
-    "fractions": {f"{f:.0%}": _stat([height(points, y, f) for y in success]) for f in FRACTIONS},
+    "fractions": {f"{100 * f:.0f} %": _stat([height(points, y, f) for y in success]) for f in FRACTIONS},
     **{name: {"mean": float(table[name][:, -1].mean()), "by_seed": table[name][:, -1].tolist()} for name in USED},
     "curve": {
       "iteration": points,
@@ -116,7 +120,8 @@ def tables(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> list[tuple[s
   if not arms:
     return []
   success = [["arm", "seeds", "final success", "95 % over seeds", "macro", "area under the curve", "before"]]
-  paired = [["arm", "points", "95 % (t)", "95 % (seeds x tasks)", "t", "p", "macro, points", "area, points"]]
+  paired = [["arm", "points", "95 % (t)", "95 % (seeds x tasks)", "t", "p", "p (Holm)", "macro, points"]]
+  paired[0] += ["area, points"]
   effort = [["arm", "episodes to it", "time to it", "seeds that reach it", "environment steps", "tokens sampled"]]
   effort[0] += ["tokens trained", "training time"]
   parts = [["arm", *arms[next(iter(arms))]["fractions"]]]
@@ -140,7 +145,7 @@ def tables(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> list[tuple[s
       paired.append(
         [label, _points(final["difference"]), between(final, signed=True)]
         + [span(*boot, signed=True) if boot else "–"]
-        + [_number(final["t"], ".2f"), _number(final["p"], ".3g")]
+        + [_number(final["t"], ".2f"), _number(final["p"], ".3g"), _number(final.get("p_holm"), ".3g")]
         + [_points(a["macro"]["difference"]), _points(a["area"]["difference"])]
       )
   out = [("Success on the panel after the last iteration", success)]
@@ -188,8 +193,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _points(value: float) -> str:
-  return f"{100 * value:+.1f}"
+  return f"{100 * value:+.1f}".replace("-", "−")
 
 
-def _number(value: float, form: str) -> str:
-  return "–" if number(value) is None else format(value, form)
+def _number(value: float | None, form: str) -> str:
+  return "–" if number(value) is None else format(value, form).replace("-", "−")

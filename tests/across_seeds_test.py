@@ -50,6 +50,15 @@ def test_paired_t_without_spread_or_without_a_second_seed():
     across_seeds.paired_t([1, 2], [1])
 
 
+def test_holm_by_hand():
+  # sorted 0.01, 0.02, 0.04: 3 * 0.01, 2 * 0.02, 1 * 0.04
+  assert across_seeds.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+  # 3 * 0.02 = 0.06 lifts 2 * 0.025 = 0.05; nothing exceeds 1; what was not tested is not counted
+  assert across_seeds.holm([0.02, 0.025, 0.9]) == pytest.approx([0.06, 0.06, 0.9])
+  assert across_seeds.holm([0.6, 0.7]) == [1.0, 1.0] and across_seeds.holm([]) == []
+  assert across_seeds.holm([math.nan, 0.02]) == pytest.approx([math.nan, 0.02], nan_ok=True)
+
+
 def test_bootstrap_of_tables_whose_answer_is_known():
   ones, zeros = np.ones((3, 8)), np.zeros((3, 8))
   assert across_seeds.seeds_and_tasks(ones, zeros) == (1.0, 1.0, 1.0)
