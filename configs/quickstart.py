@@ -95,7 +95,16 @@ def get_config(method: str = "seed") -> ConfigDict:
   )
   c.train.loss.update(dict(opd_coef=0.01, opd_beta=5.0, tis_cap=config_dict.placeholder(float)))
   c.train.optimizer = optimizer(learning_rate=3e-4, schedule="constant")
+  # The learning curve: every so many iterations (0: never) the policy plays these tasks without a skill. `valid` holds
+  # training rooms that training does not play: there hyper-parameters are chosen, and nothing is on `unseen`.
+  c.train.panel = ConfigDict(dict(every=0, split="unseen", tasks=240, samples=1, seed=0, temperature=0.4))
 
   c.evaluate = ConfigDict(dict(split="unseen", tasks=240, samples=1, seed=0, temperature=0.4))
   c.evaluate.update(dict(mechanism_tasks=60, mechanism_samples=4, mechanism_split="unseen"))
+
+  # Stage `compare`: every arm with every seed, all arms of a seed from one SFT checkpoint, measured on train.panel.
+  c.compare = ConfigDict(dict(methods=("seed", "grpo"), seeds=(0, 1, 2, 3, 4), every=10))
+  c.compare.baseline = ""  # an arm's name; empty: grpo where it is an arm, else the first arm
+  c.compare.vary = ""  # a sweep, all methods with each value: "train.loss.opd_beta=0,1,5,20"
+  c.compare.arms = ()  # more arms: (name, method, ("FIELD=VALUE", ...))
   return c

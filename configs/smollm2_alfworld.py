@@ -56,6 +56,7 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.train.update(dict(row_lengths=(768,), micro_tokens=768, response_fraction=0.2))
   c.train.loss.kl_coef = 0.0  # 0.01 costs one more forward pass and a copy of the weights
   c.train.optimizer = quickstart.optimizer(learning_rate=1e-6, schedule="constant", b2=0.999, warmup=0.0)
+  c.train.panel.update(dict(split="generated_unseen", tasks=6))
 
   c.evaluate.update(dict(split="generated_unseen", tasks=6, mechanism_tasks=0, mechanism_split="generated_unseen"))
   c.evaluate.update(dict(temperature=0.4))

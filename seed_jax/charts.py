@@ -125,6 +125,33 @@ def lines(
   return _svg(figure)
 
 
+def bands(
+  series: Mapping[str, tuple[Sequence[float], ...]], *, xlabel: str, marks: Mapping[str, float] | None = None
+) -> str:
+  """An SVG of success rates with bands: name -> (x, mean, low, high), all of one length; infinite bounds draw no band.
+
+  More than six series take the six colours again with broken lines. `marks`: heights of horizontal lines by name.
+  """
+  from matplotlib import ticker
+
+  figure, axes = _figure((_SIZE[0], _SIZE[1] + 0.2 * math.ceil(len(series) / 2)))
+  for index, (name, columns) in enumerate(series.items()):
+    color, style = SERIES[index % len(SERIES)], ("-", "--", ":", "-.")[index // len(SERIES) % 4]
+    x, mean, low, high = map(_array, columns)
+    known = np.isfinite(low) & np.isfinite(high)
+    axes.fill_between(x, np.clip(low, 0, 1), np.clip(high, 0, 1), where=known, color=color, alpha=0.15, linewidth=0)
+    axes.plot(x, mean, color=color, linewidth=1.8, linestyle=style, marker="o", markersize=3, label=_label(name))
+  for name, value in (marks or {}).items():
+    axes.axhline(value, color=INK, linewidth=0.8, linestyle=":", label=_label(name))
+  axes.set_ylim(-0.02, 1.02)
+  axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
+  axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+  axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+  axes.set_xlabel(xlabel, fontsize=9, color=INK)
+  figure.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=2, loc="outside upper center")
+  return _svg(figure)
+
+
 def stack(series: Mapping[str, Points], *, unit: str, xlabel: str = "iteration") -> str:
   """An SVG of parts of a whole over the iterations, piled up; the series share their x and are at most six."""
   from matplotlib import ticker

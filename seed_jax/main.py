@@ -65,7 +65,7 @@ def work(values: flags.FlagValues) -> None:
   from seed_jax import run as run_module
   from seed_jax.metrics import say
 
-  stages = chosen_stages(values.stages, run_module.STAGES)
+  stages = chosen_stages(values.stages, run_module.STAGES, run_module.EXTRA_STAGES)
   run_module.set_up_jax(cache_folder())
   run = run_module.Run(values.config, values.workdir, plain=values.plain, resume_from=values.resume_from)
   run.open()
@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> flags.FlagValues:
   values = flags.FlagValues()
   define = dict(flag_values=values, module_name=__name__)
   flags.DEFINE_string("workdir", None, "where everything of this run lies; may be gs://", **define)
-  flags.DEFINE_list("stages", [], "the stages to run, in this order; default: all", **define)
+  flags.DEFINE_list("stages", [], "the stages to run, in this order; default: all but compare", **define)
   flags.DEFINE_bool("plain", None, "progress as lines instead of bars", **define)
   flags.DEFINE_bool("list", False, "print the stages and methods, and what is done in --workdir, and stop", **define)
   flags.DEFINE_integer("resume_from", None, "go back to this checkpoint of the stage under way", **define)
@@ -189,22 +189,23 @@ def at(config, path: str):
   return config
 
 
-def chosen_stages(asked: list[str], known: tuple[str, ...]) -> list[str]:
-  """The stages that --stages asks for, all of them by default. Raises UsageError for an unknown one."""
+def chosen_stages(asked: list[str], default: tuple[str, ...], extra: tuple[str, ...] = ()) -> list[str]:
+  """The stages that --stages asks for, those of `default` where it does not. Raises UsageError for an unknown one."""
+  known = (*default, *extra)
   for stage in asked:
     if stage == "preflight":
       raise UsageError("the stage preflight is not there yet; leave it out")
     if stage not in known:
       raise UsageError(f"the stage {stage!r} is unknown; there are {', '.join(known)}{near(stage, known)}")
-  return list(dict.fromkeys(asked)) or list(known)
+  return list(dict.fromkeys(asked)) or list(default)
 
 
 def listing(workdir: str | None) -> str:
   """The stages, what is done of them in `workdir`, and the methods."""
   from seed_jax import methods, run
 
-  lines = ["stages, in order:"]
-  for stage in run.STAGES:
+  lines = [f"stages, in order (only where asked for: {', '.join(run.EXTRA_STAGES)}):"]
+  for stage in (*run.STAGES, *run.EXTRA_STAGES):
     done = workdir and (run.epath.Path(workdir) / f"{stage}.json").exists()
     lines.append(f"  {stage:<10}" + ("  done" if done else "  not done" if workdir else ""))
   lines.append("methods (--config=FILE:METHOD):")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib.resources
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 TEXT_LIMIT = 2_000  # Characters of one observation, response or skill.
@@ -21,6 +22,19 @@ def clean(text: Any, limit: int = TEXT_LIMIT) -> str:
     for character in text[:limit]
   )
   return html.escape(text) + (f" <span class=soft>… {more} more characters</span>" if more > 0 else "")
+
+
+def document(title: str, sections: Iterable[str]) -> str:
+  """A whole page of sections of HTML: no script, nothing loaded, wide as the screen that shows it."""
+  style = importlib.resources.files("seed_jax").joinpath("report.css").read_text()
+  return (
+    "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+    '<meta name=viewport content="width=device-width, initial-scale=1">\n'
+    "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+    f"<title>{clean(title, 200)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+    + "\n".join(section for section in sections if section)
+    + "\n</body>\n</html>\n"
+  )
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import importlib.resources
 import json
 import math
 import platform
@@ -20,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from seed_jax import charts, intervals, metrics
-from seed_jax.page import clean, duration, hide_secrets, number, percent, plain, span
+from seed_jax.page import clean, document, duration, hide_secrets, number, percent, plain, span
 
 _TURN_LIMIT = 60
 _EXAMPLE_LIMIT = 24
@@ -40,7 +39,6 @@ _PACKAGES = (
 # Title, keys (the part of a metric's name after its last "/" counts too), options. The other metrics come last.
 _CURVES = (
   ("Success of training episodes", ("success",), {"percent": "full"}),
-  ("Success on the panel", ("eval_success",), {"percent": "full"}),
   ("Return", ("return",), {}),
   ("Episode length", ("turns",), {"unit": "turns"}),
   ("Skills that parse, turns with OPD", ("parse_rate", "opd_active_ratio", "opd_active"), {"percent": "full"}),
@@ -54,6 +52,7 @@ _CURVES = (
   ("Gradient norm", ("grad_norm",), {}),
   ("Groups without a difference", ("tied_groups",), {"percent": "full"}),
 )
+_PANEL = ("success", "macro")  # of curve.jsonl
 
 
 # ---------------------------------------------------------------- the terminal
@@ -124,6 +123,7 @@ def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epa
   stages = {name: read(f"{name}.json", dict) for name in ("base", "collect", "annotate", "sft", "train", "evaluate")}
   examples = read("examples.json", list)
   rows = metrics.read_rows(workdir / "metrics.jsonl")
+  curve = metrics.read_rows(workdir / "curve.jsonl")
   final, start = intervals.read_panel(stages["evaluate"]), intervals.read_panel(stages["evaluate"].get("start"))
   title = title or f"SEED run {workdir.name}"
   sections = [
@@ -131,21 +131,12 @@ def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epa
     "".join(f"<p class=notice>{clean(notice)}</p>" for notice in notices),
     _families(final, start),
     _mechanism(stages["evaluate"].get("mechanism")),
-    _curves(rows),
+    _curves(rows, curve),
     _examples(examples),
     _facts(stages, config, command),
   ]
-  style = importlib.resources.files("seed_jax").joinpath("report.css").read_text()
-  page = (
-    "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-    '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-    "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-    f"<title>{clean(title, 200)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-    + "\n".join(section for section in sections if section)
-    + "\n</body>\n</html>\n"
-  )
   path = workdir / "report.html"
-  metrics.write_text(path, page)
+  metrics.write_text(path, document(title, sections))
   return path
 
 
@@ -238,7 +229,7 @@ def _mechanism(found: Any) -> str:
   )
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
+def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]]) -> str:
   if not rows:
     return "<h2>Learning curves</h2><p class=soft>No training iteration yet.</p>"
   iterations = [row["iteration"] for row in rows]
@@ -250,6 +241,9 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
       points[key] = (iterations, values)
   seconds = {key.split("/", 1)[1]: points.pop(key) for key in list(points) if key.startswith("seconds/")}
   figures = []
+  if curve:
+    panel = {key: ([row["iteration"] for row in curve], [number(row.get(key)) for row in curve]) for key in _PANEL}
+    figures.append(_figure("Success on the panel, no skill", panel, charts.lines(panel, percent="full")))
   for name, wanted, options in _CURVES:
     chosen = {
       key: points[key] for want in wanted for key in list(points) if key == want or key.rsplit("/", 1)[-1] == want

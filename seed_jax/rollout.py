@@ -107,6 +107,7 @@ def play(
   *,
   iteration: int = 0,
   reading: Reading | None = None,
+  temperature: float | None = None,
   answer_after: int = 0,
   on_episode: Callable[[Trajectory], None] | None = None,
   on_idle: Callable[[], bool] | None = None,
@@ -115,7 +116,7 @@ def play(
 
   An episode whose environment has answered gets its next turn while others still decode, and one that has ended is
   analysed at once (`reading`), in the slots that the last long episodes leave idle. An environment that fails ends its
-  own episode, with `error` set; the others go on.
+  own episode, with `error` set; the others go on. `temperature` of the actions: the engine's by default.
 
   answer_after: an environment's answer is taken that many engine steps after its action, and waited for then: 0 waits
   at once, 1 lets environments work while the engine does. Either way the batches do not depend on how fast they are,
@@ -123,15 +124,19 @@ def play(
   on_idle is called while the engine has nothing to do but environments are at work; it returns whether it did some
   work of its own.
   """
-  return _Player(engine, pool, prompter, episodes, iteration, reading, answer_after, on_episode, on_idle).play()
+  options = (iteration, reading, temperature, answer_after, on_episode, on_idle)
+  return _Player(engine, pool, prompter, episodes, *options).play()
 
 
 class _Player:
   """The state of one `play`."""
 
-  def __init__(self, engine, pool, prompter, episodes, iteration, reading, answer_after, on_episode, on_idle):
+  def __init__(
+    self, engine, pool, prompter, episodes, iteration, reading, temperature, answer_after, on_episode, on_idle
+  ):
     self.engine, self.pool, self.prompter, self.episodes = engine, pool, prompter, episodes
     self.iteration, self.reading, self.answer_after = iteration, reading, answer_after
+    self.temperature = temperature
     self.on_episode, self.on_idle = on_episode, on_idle
     self.done: dict[int, Trajectory] = {}
     self.waiting = list(range(len(episodes)))[::-1]
@@ -220,7 +225,7 @@ class _Player:
       self._finish(environment, truncated=True)  # the conversation has outgrown its slot: it ends here, unsuccessful
       return
     coordinates = (self.iteration, task_number(run.episode.task.id), run.episode.member, step, ACT)
-    self.engine.submit(Request(name, run.ids, coordinates, fresh=fresh, keep=transcript))
+    self.engine.submit(Request(name, run.ids, coordinates, fresh=fresh, keep=transcript, temperature=self.temperature))
 
   def _responded(self, environment, completion):
     """The policy has acted: the environment takes its step."""

@@ -29,7 +29,9 @@ from seed_jax.trajectory import MODES, Trajectory
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
 ASKS = ("message", "turn")  # how the policy is asked for the analysis of an episode
+EXTRA_STAGES = ("compare",)  # run where they are asked for
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
+START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # what such runs have in common
 
 
 class ConfigError(ValueError):
@@ -57,11 +59,13 @@ class Run:
     self.check()
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
-    differences = _differences(ours, read_json(path)) if path.exists() else []
+    theirs = read_json(path) if path.exists() else {}
+    # what is compared may grow; the arms have configs of their own
+    differences = _differences(ours | {"compare": None}, theirs | {"compare": None}) if theirs else []
     if differences and {item.name for item in self.workdir.iterdir()} - {"config.json"}:
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
-    if differences or not path.exists():  # where nothing was done yet, a corrected command may follow a wrong one
+    if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one
       self.workdir.mkdir(parents=True, exist_ok=True)
       write_json(path, ours)
     if self.config.start and self.done(START_STAGES[-1]) is None:
@@ -307,8 +311,7 @@ class Run:
     if theirs is None or not (other / "sft.json").exists():
       raise ConfigError(f"config.start={other} is no work directory with a finished sft stage")
     ours = json.loads(self.config.to_json_best_effort())
-    sections = ("seed", "benchmark", "model", "base", "collect", "annotate", "sft")
-    differences = _differences({k: ours.get(k) for k in sections}, {k: theirs.get(k) for k in sections})
+    differences = _differences({k: ours.get(k) for k in START_SECTIONS}, {k: theirs.get(k) for k in START_SECTIONS})
     if differences:
       raise ConfigError(f"config.start={other} started from another config ({'; '.join(differences[:4])})")
     for name in ("base", "sft"):

@@ -14,6 +14,7 @@ import numpy as np
 
 from seed_jax import batching, learn, methods, optimizer, update
 from seed_jax.checkpoint import Checkpoints
+from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
@@ -36,11 +37,11 @@ def run_train(run: Run) -> dict:
 
   # ---- the policy, its frozen copy as reference, the optimizer
   model, params = run.load_policy(start_from)
-  loss_config = LossConfig(**c.loss.to_dict(), temperature=run.config.rollout.temperature)
-  reference = params if loss_config.kl_coef else None
+  loss = loss_config(run.config)
+  reference = params if loss.kl_coef else None
   chain = optimizer.make_optimizer(optimizer_config(c.optimizer), c.iterations * c.minibatches)
-  step_fn = update.make_update(model, MethodLoss(method, loss_config), chain, temperature=loss_config.temperature)
-  scoring = learn.Scoring(model, method, loss_config, c.rescore)
+  step_fn = update.make_update(model, MethodLoss(method, loss), chain, temperature=loss.temperature)
+  scoring = learn.Scoring(model, method, loss, c.rescore)
   with jax.set_mesh(run.mesh):
     state = update.init_state(params, chain)
 
@@ -48,11 +49,11 @@ def run_train(run: Run) -> dict:
   checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=run.config.checkpoint.keep)
   behaviour = params  # that samples the next episodes: with async_level=1 the policy before the last update
   found = checkpoints.restore((state, params) if c.async_level else state, run.resume_step("train"))
-  first, seconds_before = 0, 0.0
+  first, seconds_before, counts = 0, 0.0, None
   if found:
     first, restored, record = found
     state, behaviour = restored if c.async_level else (restored, None)
-    seconds_before = record["seconds"]
+    seconds_before, counts = record["seconds"], record["counts"]
     checkpoints.drop_after(first)
     say(f"train: resumed at iteration {first} of {c.iterations}")
 
@@ -64,7 +65,8 @@ def run_train(run: Run) -> dict:
     raise ConfigError(
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
     )
-  engine = run.engine(model, temperature=loss_config.temperature, seed=process_seed(run.config.seed, "train samples"))
+  curve = Curve(run, pool_of_tasks, first, counts)
+  engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
   reading = run.reading() if method.needs_skills else None
   shapes = run.row_shapes(c)
   timer, compiles = Timer(), CompileCounter()
@@ -77,6 +79,9 @@ def run_train(run: Run) -> dict:
     options = dict(iteration=iteration, reading=reading, on_idle=on_idle)
     played = timed_play(timer, run.play, engine, pool, episodes, **options)
     return played, episode_metrics(played) | engine_metrics(engine.take_stats())
+
+  def seconds_so_far():
+    return seconds_before + time.monotonic() - started - curve.seconds
 
   def on_mesh(function):
     def call():
@@ -109,6 +114,7 @@ def run_train(run: Run) -> dict:
     Writer(run.workdir, resume=first, config=run.config.to_dict()) as writer,
     progress(total=c.iterations, initial=first, desc=f"train {method.name}", unit="it", plain=run.plain) as bar,
   ):
+    curve.point(first, engine, pool, state.params)
     if c.async_level and first < c.iterations:
       ahead = sample(first, behaviour)
     for iteration in range(first, c.iterations):
@@ -130,6 +136,7 @@ def run_train(run: Run) -> dict:
           trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None
         )
         samples, log["samples_dropped"] = batching.that_fit(samples, shapes)
+        log["tokens_trained"] = sum(len(sample.targets) for sample in samples)
         parts = learn.mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
         minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
         log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])
@@ -152,16 +159,23 @@ def run_train(run: Run) -> dict:
       log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
       writer.write(iteration + 1, log)  # counted from 1: the number of iterations done
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
+      curve.count(log)
+      curve.point(iteration + 1, engine, pool, state.params)
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
-        seconds = seconds_before + time.monotonic() - started
         saved = (state, behaviour) if c.async_level else state
-        checkpoints.save(iteration + 1, saved, {"seconds": seconds, "method": method.name})
+        record = {"seconds": seconds_so_far(), "method": method.name, "counts": curve.counts}
+        checkpoints.save(iteration + 1, saved, record)
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 
   run.save_policy("final", model, state.params)
   keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
-  return run.finish("train", _summary(run, method, start_from, seconds_before + time.monotonic() - started))
+  return run.finish("train", _summary(run, method, start_from, seconds_so_far()))
+
+
+def loss_config(config) -> LossConfig:
+  """The coefficients of a run's objective."""
+  return LossConfig(**config.train.loss.to_dict(), temperature=config.rollout.temperature)
 
 
 def iteration_tasks(tasks, iteration: int, count: int, seed: int):
@@ -180,6 +194,8 @@ def episode_metrics(trajectories) -> dict[str, float]:
   for t in played:
     groups.setdefault(t.group, []).append(t.won)
   return {
+    "episodes": len(trajectories),
+    "environment_steps": sum(t.length for t in trajectories),
     "success": float(np.mean([t.won for t in played])) if played else 0.0,
     "return": float(np.mean([t.episode_return for t in played])) if played else 0.0,
     "turns": float(np.mean([t.length for t in played])) if played else 0.0,

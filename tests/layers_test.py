@@ -15,12 +15,12 @@ ORDER = """
   ground: advantages token_losses losses methods sharding ops flash_decode attention
   models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
   inference: decode requests slots engine score
-  records: progress metrics intervals records
+  records: progress metrics intervals across_seeds records
   learning: optimizer update checkpoint
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources batching learn rollout
-  programs: run supervised base collect annotate library_stage sft train
-  programs: mechanism evaluate compare charts page report preflight main
+  programs: run supervised curve base collect annotate library_stage sft train mechanism evaluate
+  programs: charts page report compare_results compare_page compare preflight main
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()

@@ -49,6 +49,8 @@ def test_episode_metrics_by_hand():
   )
   assert log == pytest.approx(
     {
+      "episodes": 5,
+      "environment_steps": 2 + 3 + 1 + 1 + 9,
       "success": 3 / 4,
       "return": (1 + 0 + 1 + 0.5) / 4,
       "turns": 7 / 4,
@@ -62,4 +64,5 @@ def test_episode_metrics_by_hand():
 
 def test_episode_metrics_of_nothing_are_zero():
   log = train.episode_metrics([episode(0, False, error="died")])
-  assert log.pop("errors") == 1.0 and set(log.values()) == {0.0}
+  assert [log.pop(name) for name in ("errors", "episodes", "environment_steps")] == [1, 1, 1]
+  assert set(log.values()) == {0.0}

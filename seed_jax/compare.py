@@ -1,0 +1,244 @@
+"""Stage `compare`: arms x seeds of one config, in pairs: all arms of a seed begin from one SFT checkpoint and play one
+panel.
+
+An arm is a method with overrides of the config. The arms run one after the other in this process, each in a work
+directory of its own, DIR/compare/seed<N>/<arm>; the starting stages of a seed run once, in DIR/compare/seed<N>/start.
+Killed at any moment, the same command goes on: finished arms are skipped, the arm under way resumes.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import gc
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from seed_jax import compare_page, compare_results, methods
+from seed_jax.curve import panel_tasks
+from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
+from seed_jax.page import duration
+from seed_jax.run import START_SECTIONS, START_STAGES, ConfigError, Run, process_seed
+from seed_jax.train import loss_config
+
+FIXED = (*START_SECTIONS, "method", "start", "compare", "evaluate", "train.panel")  # what arms have in common
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """A method with changes of the config, "FIELD=VALUE" each."""
+
+  name: str
+  method: str
+  overrides: tuple[str, ...] = ()
+
+  @property
+  def folder(self) -> str:
+    """The name as a folder's."""
+    return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-.") or "arm"
+
+
+def run_compare(run: Run) -> dict:
+  """Runs what is left of config.compare; writes compare.json, compare.md and compare.html after every arm."""
+  arms, seeds = plan(run)
+  jobs = [(seed, arm) for seed in seeds for arm in arms]
+  results: dict = {}
+  with progress(total=len(jobs), desc="compare", unit="arm", plain=run.plain) as bar:
+    for number, (seed, arm) in enumerate(jobs, 1):
+      own = arm_run(run, arm, seed)
+      if own.done("train") is None:
+        _finish(start_run(run, seed), START_STAGES)
+      _finish(own, ("train",))  # a finished arm too: it must be of this config
+      rows = read_rows(own.workdir / "curve.jsonl")
+      say(
+        f"compare: seed {seed}, {arm.name}: {rows[0]['success']:.1%} -> {rows[-1]['success']:.1%} in "
+        f"{rows[-1]['episodes']:,} episodes, {duration(rows[-1]['seconds'])} ({number} of {len(jobs)})"
+      )
+      bar.update(1)
+      results = write_results(run, arms, seeds)
+  if is_writer():
+    print(compare_results.text_table(results["arms"], results["baseline"]))
+    print(f"comparison: {run.workdir / 'compare.html'}", flush=True)
+  return results
+
+
+def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
+  """The summary of the arms that are finished, as compare.json, compare.md and compare.html; returns it."""
+  curves = {}
+  for arm in arms:
+    runs = {seed: arm_run(run, arm, seed) for seed in seeds}
+    curves[arm.name] = {s: read_rows(r.workdir / "curve.jsonl") for s, r in runs.items() if r.done("train") is not None}
+  base = baseline(run.config, arms)
+  found = compare_results.summarize_arms(curves, base)
+  for arm in arms:
+    if arm.name in found:
+      found[arm.name] = {"method": arm.method, "overrides": list(arm.overrides)} | found[arm.name]
+  p, iterations = run.config.train.panel, run.config.train.iterations
+  about = [
+    f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {sum(map(len, curves.values()))} of "
+    f"{len(arms) * len(seeds)} runs are finished. All arms of a seed begin from one SFT checkpoint and train for the "
+    f"iterations of the config ({iterations}, where an arm does not change it).",
+    f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
+    f"skill in any prompt, every {panel_every(run.config)} iterations. Figures are those of the last iteration; no "
+    "step was chosen by the panel.",
+    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; "
+    "Holm's p-values are corrected for the number of arms. "
+    "Time is that of training iterations, without compilation and without the panels.",
+  ]
+  values = {"baseline": base, "panel": p.to_dict(), "about": about, "arms": found}
+  if is_writer():
+    write_text(run.workdir / "compare.md", compare_results.markdown(found, base, about))
+    compare_page.build(run.workdir, values)
+  return run.finish("compare", values)
+
+
+# ---------------------------------------------------------------- what is to be run
+
+
+def plan(run: Run) -> tuple[list[Arm], list[int]]:
+  """The arms and seeds of config.compare. Raises ConfigError, before anything is written, for what cannot be run."""
+  c = run.config.compare
+  seeds = list(c.seeds)
+  if not seeds or len(set(seeds)) != len(seeds):
+    raise ConfigError(f"config.compare.seeds={tuple(seeds)}: name at least one seed, each once; example: (0, 1, 2)")
+  if run.config.start:
+    raise ConfigError("config.start must be empty: the stage compare makes the start of every seed itself")
+  if panel_every(run.config) < 1:
+    raise ConfigError("config.compare.every=0 and config.train.panel.every=0: a comparison needs a learning curve")
+  arms = read_arms(run.config)
+  baseline(run.config, arms)
+  for seed in seeds:
+    for arm in arms:
+      own = arm_run(run, arm, seed)
+      try:
+        own.check()
+        loss_config(own.config)
+      except (ValueError, TypeError) as error:
+        raise ConfigError(f"arm {arm.name!r}: {error}") from error
+    own = arm_run(run, arms[0], seed)
+    c = own.config.train
+    panel_tasks(own, own.benchmark.tasks(c.split, c.num_tasks, process_seed(seed, "train tasks")))
+  return arms, seeds
+
+
+def read_arms(config) -> list[Arm]:
+  """config.compare as arms: methods x values of `vary`, then those of `arms`."""
+  c = config.compare
+  field, values = _swept(c.vary)
+  changes = [("", ())] if not field else [(f" {field.rpartition('.')[2]}={v}", (f"{field}={v}",)) for v in values]
+  arms = [Arm(method + name, method, override) for method in c.methods for name, override in changes]
+  for entry in c.arms:
+    try:
+      name, method, overrides = entry
+      arms.append(Arm(str(name), str(method), tuple([overrides] if isinstance(overrides, str) else overrides)))
+    except (TypeError, ValueError) as error:
+      raise ConfigError(f'config.compare.arms: {entry!r} is not (name, method, ("FIELD=VALUE", ...))') from error
+  if not arms:
+    raise ConfigError(f"config.compare names no arm; methods: {', '.join(methods.names())}")
+  for arm in arms:
+    try:
+      methods.get(arm.method)
+      _override(_copy(config), arm)
+    except ValueError as error:
+      raise ConfigError(f"arm {arm.name!r}: {error}") from error
+  folders = [arm.folder.lower() for arm in arms]  # some file systems know no case
+  twice = sorted({arm.name for arm in arms if folders.count(arm.folder.lower()) > 1 or arm.folder == "start"})
+  if twice:
+    raise ConfigError(f"config.compare: the arms {', '.join(twice)} need folders of their own: give them other names")
+  return arms
+
+
+def baseline(config, arms: Sequence[Arm]) -> str:
+  """The name of the arm that the others are compared with."""
+  names = [arm.name for arm in arms]
+  asked = config.compare.baseline
+  if asked and asked not in names:
+    raise ConfigError(f"config.compare.baseline={asked!r} is no arm; there are {', '.join(names)}")
+  return asked or ("grpo" if "grpo" in names else names[0])
+
+
+def panel_every(config) -> int:
+  """Iterations between two points of a curve: train.panel's own where it has some, else compare's."""
+  return config.train.panel.every or config.compare.every
+
+
+def start_run(run: Run, seed: int) -> Run:
+  """The run that makes the SFT checkpoint of a seed."""
+  config = _copy(run.config)
+  config.seed = seed
+  del config.compare
+  return Run(config, run.workdir / "compare" / f"seed{seed}" / "start", plain=run.plain)
+
+
+def arm_run(run: Run, arm: Arm, seed: int) -> Run:
+  """The run of an arm with a seed. Its config has no section `compare`: more arms and seeds may be asked for later."""
+  config = _copy(run.config)
+  config.seed, config.method = seed, arm.method
+  folder = run.workdir / "compare" / f"seed{seed}"
+  config.start = str(folder / "start")
+  config.train.panel.every = panel_every(config)
+  _override(config, arm)
+  del config.compare
+  return Run(config, folder / arm.folder, plain=run.plain)
+
+
+def _finish(own: Run, stages: Sequence[str]) -> None:
+  """Runs the stages that are left, and lets go of what they compiled."""
+  own.open()
+  for stage in own.plan(stages):
+    getattr(importlib.import_module(f"seed_jax.{stage}"), f"run_{stage}")(own)
+    gc.collect()
+    jax.clear_caches()  # the next arm has programs of its own; those that it shares lie in the cache on disk
+
+
+def _swept(text: str) -> tuple[str, list[Any]]:
+  """ "a.b=1,2" -> ("a.b", [1, 2])."""
+  if not text:
+    return "", []
+  field, equals, given = text.partition("=")
+  if not equals or not given:
+    raise ConfigError(f"config.compare.vary={text!r} is not FIELD=VALUE,VALUE,...")
+  values = _value(given)
+  if isinstance(values, str):
+    values = [part.strip() for part in values.split(",")]
+  return field.strip(), list(values) if isinstance(values, (tuple, list)) else [values]
+
+
+def _value(text: str) -> Any:
+  """A Python literal, else the text itself."""
+  try:
+    return ast.literal_eval(text.strip())
+  except (ValueError, SyntaxError):
+    return text.strip()
+
+
+def _override(config: ConfigDict, arm: Arm) -> None:
+  """Applies the overrides of an arm. Raises ConfigError for a field that is not there, that all arms share, or that
+  holds values of another type.
+  """
+  for text in arm.overrides:
+    field, equals, given = (part.strip() for part in str(text).partition("="))
+    *sections, last = field.split(".")
+    place = config
+    for section in sections:
+      place = place[section] if hasattr(place, "keys") and section in place else None
+    if not equals or not hasattr(place, "keys") or last not in place:
+      raise ConfigError(f"override {text!r}: the config has no field {field!r}")
+    if any(f"{field}.".startswith(f"{fixed}.") for fixed in FIXED):
+      raise ConfigError(f"override {text!r}: all arms of a seed share {field}; change it for all of them")
+    if hasattr(place[last], "keys"):
+      raise ConfigError(f"override {text!r}: this is a section; its fields are {', '.join(place[last])}")
+    try:
+      place[last] = _value(given)
+    except TypeError as error:
+      raise ConfigError(f"override {text!r}: the field holds {place[last]!r} in the config") from error
+
+
+def _copy(frozen) -> ConfigDict:
+  return copy.deepcopy(ConfigDict(frozen)).unlock()

@@ -1,0 +1,287 @@
+"""The stage `compare`: what it refuses, what it runs and in which order, and that a killed one goes on."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from tiny_config import get_config
+
+from seed_jax import compare, main, run
+from seed_jax.metrics import read_json, write_text
+from seed_jax.run import START_STAGES, ConfigError, Run
+
+ROOT = pathlib.Path(__file__).parent.parent
+TINY = ROOT / "tests" / "tiny_config.py"
+TASKS = [f"household/valid/{family}/0000-{i:06d}" for i, family in enumerate(("pick", "heat"))]
+
+
+class Killed(BaseException):
+  pass
+
+
+def make(tmp_path, **changes):
+  config = get_config()
+  config.train.panel.update(dict(split="valid", tasks=2))
+  config.compare.update(dict(methods=("seed", "grpo"), seeds=(0, 1), every=2) | changes)
+  return Run(config, tmp_path / "w", plain=True)
+
+
+@pytest.fixture
+def stages(monkeypatch):
+  """Stages that only note what they ran on; training wins more with seed than with grpo, with every iteration."""
+  ran = []
+
+  def start_stage(name):
+    def stage(own):
+      ran.append((own.workdir.parent.name, own.workdir.name, name))
+      (own.policy_path("sft")).mkdir(parents=True, exist_ok=True)
+      own.finish(name, {"of": own.config.seed})
+
+    return stage
+
+  def train(own):
+    ran.append((own.workdir.parent.name, own.workdir.name, "train"))
+    lift = 0.25 if own.config.method == "seed" else 0.125
+    rows = []
+    for iteration in range(0, own.config.train.iterations + 1, own.config.train.panel.every):
+      rate = 0.1 + lift * iteration / 4 + 0.05 * own.config.seed
+      row = dict(iteration=iteration, success=rate, macro=rate / 2, episodes=16 * iteration, seconds=3.0 * iteration)
+      row |= dict(environment_steps=iteration, tokens_sampled=2 * iteration, tokens_trained=3 * iteration)
+      rows.append(row | {"outcomes": dict.fromkeys(TASKS, rate)})
+    write_text(own.workdir / "curve.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    own.finish("train", {})
+
+  for name in START_STAGES:
+    monkeypatch.setattr(f"seed_jax.{name}.run_{name}", start_stage(name))
+  monkeypatch.setattr("seed_jax.train.run_train", train)
+  monkeypatch.setattr("jax.clear_caches", lambda: None)  # other tests keep what they have compiled
+  return ran
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+  "changes, told",
+  [
+    (dict(methods=("seed", "gpro")), r"arm 'gpro': method 'gpro' is unknown; choose one of seed, grpo"),
+    (dict(methods=()), r"config.compare names no arm; methods: seed, grpo"),
+    (dict(seeds=()), r"config.compare.seeds=\(\): name at least one seed"),
+    (dict(seeds=(0, 1, 0)), r"config.compare.seeds=\(0, 1, 0\): name at least one seed, each once"),
+    (dict(every=0), r"config.compare.every=0 and config.train.panel.every=0: a comparison needs a learning curve"),
+    (dict(baseline="ppo"), r"config.compare.baseline='ppo' is no arm; there are seed, grpo"),
+    (dict(vary="train.loss.opd_bata=0,1"), r"override 'train.loss.opd_bata=0': the config has no field"),
+    (dict(vary="train.loss.opd_beta"), r"config.compare.vary='train.loss.opd_beta' is not FIELD=VALUE,VALUE"),
+    (dict(vary="train.loss.opd_beta=high,low"), r"override 'train.loss.opd_beta=high': the field holds 5.0"),
+    (dict(vary="train.loss.clip=1"), r"has no field 'train.loss.clip'"),
+    (dict(vary="train.loss=1"), r"this is a section; its fields are .*opd_beta"),
+    (dict(vary="sft.epochs=1,2"), r"override 'sft.epochs=1': all arms of a seed share sft.epochs"),
+    (dict(vary="train.panel.tasks=1,2"), r"all arms of a seed share train.panel.tasks"),
+    (dict(vary="train.optimizer.rule=adamw,adem"), r"arm 'seed rule=adem': optimizer rule 'adem' is unknown"),
+    (dict(arms=(("a", "seed"),)), r"config.compare.arms: \('a', 'seed'\) is not \(name, method"),
+    (dict(arms=(("a", "sead", ()),)), r"arm 'a': method 'sead' is unknown"),
+    (dict(arms=(("Seed", "seed", ()),)), r"the arms Seed, seed need folders of their own"),
+    (dict(arms=(("start", "seed", ()),)), r"the arms start need folders of their own"),
+  ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, stages, changes, told):
+  own = make(tmp_path, **changes)
+  with pytest.raises(ConfigError, match=told) as raised:
+    compare.run_compare(own)
+  assert "\n" not in str(raised.value)
+  assert not stages and not (tmp_path / "w").exists()
+
+
+def test_a_panel_of_training_tasks_and_a_foreign_start_are_refused(tmp_path, stages, monkeypatch):
+  monkeypatch.setattr("seed_jax.compare.process_seed", lambda seed, purpose: 0)
+  changed = get_config()
+  changed.train.panel.update(dict(split="train", tasks=2))
+  changed.compare.update(dict(seeds=(0,), every=2))
+  with pytest.raises(ConfigError, match="2 of its 2 tasks of the split 'train' are tasks of training"):
+    compare.run_compare(Run(changed, tmp_path / "w"))
+  changed.start = str(tmp_path)
+  with pytest.raises(ConfigError, match="config.start must be empty"):
+    compare.run_compare(Run(changed, tmp_path / "w"))
+  assert not stages
+
+
+@pytest.mark.parametrize(
+  "argument, told",
+  [
+    ("--config.compare.methods=('seed','gpro')", "arm 'gpro': method 'gpro' is unknown"),
+    ("--config.compare.vary=train.loss.opd_bata=0,1", "arm 'seed opd_bata=0': override 'train.loss.opd_bata=0': "),
+    ("--config.compare.seeds=()", "config.compare.seeds=(): name at least one seed"),
+  ],
+)
+def test_the_command_line_says_so_in_one_line(capsys, monkeypatch, tmp_path, stages, argument, told):
+  monkeypatch.setattr(run, "set_up_jax", lambda folder: None)
+  arguments = [f"--config={TINY}", f"--workdir={tmp_path}/w", "--stages=compare", argument]
+  assert main.cli(["main", *arguments]) == 1
+  lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+  assert len(lines) == 1 and lines[0].startswith(f"error: {told}") and not stages
+
+
+# ---- which arms there are
+
+
+def test_arms_are_methods_times_values_and_those_that_are_written_out():
+  config = get_config()
+  config.compare.update(dict(methods=("seed", "grpo"), vary="train.loss.opd_beta=0,5.5"))
+  config.compare.arms = (("hard gate", "seed", ("train.loss.opd_beta=50", "train.normalize=mean")),)
+  arms = compare.read_arms(config)
+  assert [arm.name for arm in arms] == [
+    "seed opd_beta=0",
+    "seed opd_beta=5.5",
+    "grpo opd_beta=0",
+    "grpo opd_beta=5.5",
+    "hard gate",
+  ]
+  assert arms[0].folder == "seed-opd_beta=0" and arms[-1].overrides == (
+    "train.loss.opd_beta=50",
+    "train.normalize=mean",
+  )
+  for text, values in (
+    ("train.row_lengths=(320,),(384,)", [(320,), (384,)]),
+    ("train.normalize=mean_std, mean", ["mean_std", "mean"]),
+    ("train.loss.tis_cap=2", [2]),
+  ):
+    assert compare._swept(text) == (text.partition("=")[0], values)
+
+
+def test_an_arm_changes_its_own_copy_of_the_config(tmp_path):
+  own = make(tmp_path, arms=(("x", "seed", ("train.loss.tis_cap=2", "train.loss.opd_beta=1")),), methods=("grpo",))
+  arms, seeds = compare.plan(own)
+  assert seeds == [0, 1] and [arm.name for arm in arms] == ["grpo", "x"]
+  x, grpo = (compare.arm_run(own, arm, 1) for arm in arms[::-1])
+  assert (x.config.train.loss.tis_cap, x.config.train.loss.opd_beta, x.config.seed) == (2.0, 1.0, 1)
+  assert (grpo.config.train.loss.tis_cap, grpo.config.train.loss.opd_beta, grpo.config.method) == (None, 5.0, "grpo")
+  assert own.config.train.loss.tis_cap is None and own.config.seed == 0 and own.config.train.panel.every == 0
+  assert x.config.train.panel.every == 2 and x.config.start == str(tmp_path / "w" / "compare" / "seed1" / "start")
+  assert "compare" not in x.config and x.workdir == tmp_path / "w" / "compare" / "seed1" / "x"
+  assert compare.start_run(own, 1).config.train.panel.every == 0
+
+
+def test_the_baseline_is_grpo_or_the_first_arm_unless_named():
+  config = get_config()
+  arms = [compare.Arm("seed", "seed"), compare.Arm("grpo", "grpo")]
+  assert compare.baseline(config, arms) == "grpo" and compare.baseline(config, arms[:1]) == "seed"
+  config.compare.baseline = "seed"
+  assert compare.baseline(config, arms) == "seed"
+
+
+# ---- what is run
+
+
+def test_every_seed_has_one_start_and_its_arms_follow_in_turn(tmp_path, stages, capsys):
+  own = make(tmp_path)
+  own.open()
+  results = compare.run_compare(own)
+  expected = []
+  for seed in ("seed0", "seed1"):
+    expected += [(seed, "start", stage) for stage in START_STAGES] + [(seed, arm, "train") for arm in ("seed", "grpo")]
+  assert stages == expected
+  for arm in ("seed", "grpo"):
+    for seed in (0, 1):
+      folder = tmp_path / "w" / "compare" / f"seed{seed}"
+      assert read_json(folder / arm / "sft.json") == {"of": seed, "start": str(folder / "start")}
+  # seed: 0.1 + 0.25 = 0.35 and 0.40; grpo: 0.225 and 0.275; a difference of 0.125 with both seeds.
+  assert results["baseline"] == "grpo" and results["arms"]["seed"]["final"]["mean"] == pytest.approx(0.375)
+  assert results["arms"]["seed"]["against"]["final"]["difference"] == pytest.approx(0.125)
+  assert read_json(tmp_path / "w" / "compare.json")["arms"]["grpo"]["final"]["by_seed"] == pytest.approx([0.225, 0.275])
+  told = capsys.readouterr()
+  assert "compare: seed 1, grpo: 15.0% -> 27.5% in 64 episodes, 12 s (4 of 4)" in told.err
+  assert told.out.splitlines()[-1] == f"comparison: {tmp_path}/w/compare.html"
+  assert "| seed | 2 | 37.5 % |" in (tmp_path / "w" / "compare.md").read_text()
+
+
+def test_finished_arms_are_skipped_and_more_may_be_asked_for(tmp_path, stages, monkeypatch):
+  own = make(tmp_path, seeds=(0,))
+  own.open()
+  real = compare.write_results
+  monkeypatch.setattr(compare, "write_results", lambda *a: (_ for _ in ()).throw(Killed()))  # after the first arm
+  with pytest.raises(Killed):
+    compare.run_compare(own)
+  assert stages[-1] == ("seed0", "seed", "train") and len(stages) == 5
+  monkeypatch.setattr(compare, "write_results", real)
+  del stages[:]
+  compare.run_compare(own)
+  assert stages == [("seed0", "grpo", "train")]
+  del stages[:]
+  more = make(tmp_path, seeds=(0, 1), methods=("seed", "grpo", "seed_without_opd"))
+  more.open()  # the same work directory: only what is compared has grown
+  results = compare.run_compare(more)
+  assert [name for _, name, stage in stages if stage == "train"] == [
+    "seed_without_opd",
+    "seed",
+    "grpo",
+    "seed_without_opd",
+  ]
+  assert [s["seeds"] for s in results["arms"].values()] == [[0, 1]] * 3
+  other = get_config()
+  other.compare.update(more.config.compare.to_dict())
+  other.train.loss.opd_beta = 1.0
+  with pytest.raises(ConfigError, match="belongs to another config"):
+    Run(other, tmp_path / "w").open()
+
+
+def test_results_of_unfinished_comparisons_name_what_is_there(tmp_path, stages):
+  own = make(tmp_path)
+  own.open()
+  arms, seeds = compare.plan(own)
+  assert compare.write_results(own, arms, seeds)["arms"] == {}
+  compare.run_compare(own)
+  shutil.rmtree(tmp_path / "w" / "compare" / "seed1" / "grpo")
+  results = compare.write_results(own, arms, seeds)
+  assert results["arms"]["grpo"]["seeds"] == [0] and results["arms"]["seed"]["against"]["seeds"] == [0]
+  assert "3 of 4 runs are finished" in (tmp_path / "w" / "compare.md").read_text()
+  assert "one seed" in (tmp_path / "w" / "compare.html").read_text()
+
+
+# ---- the real thing, small
+
+KILLER = """
+import os, signal, sys
+from seed_jax import curve, main
+real = curve.Curve.point
+def point(self, iteration, *rest):
+  real(self, iteration, *rest)
+  if iteration == 1 and self._run.config.method == "grpo":
+    os.kill(os.getpid(), signal.SIGKILL)
+curve.Curve.point = point
+sys.exit(main.cli(["main", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_comparison_that_was_killed_goes_on_and_ends_in_the_same_curves(tmp_path):
+  def start(workdir, *program):
+    arguments = [f"--config={TINY}", f"--workdir={workdir}", "--plain", "--stages=compare"]
+    arguments += ["--config.compare.seeds=(3,)", "--config.compare.every=1", "--config.train.panel.tasks=6"]
+    arguments += ["--config.train.iterations=2", "--config.base.episodes=100"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    return subprocess.run(
+      [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+  died = start(tmp_path / "broken", "-c", KILLER)
+  assert died.returncode == -signal.SIGKILL, died.stderr
+  assert "seed 3, seed:" in died.stderr and not (tmp_path / "broken/compare/seed3/grpo/train.json").exists()
+  for name in ("broken", "whole"):
+    done = start(tmp_path / name, "-m", "seed_jax.main")
+    assert done.returncode == 0, done.stderr
+  results = [read_json(tmp_path / name / "compare.json") for name in ("broken", "whole")]
+  for arm in ("seed", "grpo"):
+    one, other = (
+      [json.loads(line) for line in (tmp_path / n / "compare/seed3" / arm / "curve.jsonl").read_text().splitlines()]
+      for n in ("broken", "whole")
+    )
+    drop = lambda rows: [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]  # noqa: E731
+    assert drop(one) == drop(other) and [row["iteration"] for row in one] == [0, 1, 2]
+    assert results[0]["arms"][arm]["final"] == results[1]["arms"][arm]["final"]
+    starts = (tmp_path / "whole/compare/seed3" / name / "policy/sft/model.safetensors" for name in (arm, "start"))
+    assert len({path.read_bytes() for path in starts}) == 1
