@@ -58,7 +58,7 @@ def test_a_method_without_policy_gradient_keeps_its_other_terms():
 
 def test_the_auxiliary_loss_is_the_methods_own():
   common, skill = batch()
-  half = dataclasses.replace(methods.get("seed"), auxiliary=lambda *, logprobs, skill_logprobs, beta: 0.5 * logprobs)
+  half = dataclasses.replace(methods.get("seed"), auxiliary=lambda *, logprobs, **others: 0.5 * logprobs)
   _, metrics = half.loss(**common, **skill)
   rows = skill["skill_mask"] == 1
   np.testing.assert_allclose(metrics["opd_loss"], 0.5 * common["logprobs"][rows].mean(), rtol=1e-6)
