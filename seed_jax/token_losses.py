@@ -133,6 +133,7 @@ def per_token(values, like, name: str):
 
 
 def same_shape(**arrays):
+  """The arrays in float32, in the order given; ValueError with all their names and shapes where these differ."""
   arrays = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
   if len({array.shape for array in arrays.values()}) > 1:
     raise ValueError("shapes differ: " + ", ".join(f"{name} {array.shape}" for name, array in arrays.items()))
