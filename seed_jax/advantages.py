@@ -77,6 +77,7 @@ def rloo_advantages(returns, group_ids, *, num_groups: int, normalize: str = "me
   return _without_singles(jnp.where(alone, 0.0, above - baseline), count, weights, jnp.shape(returns))
 
 
+@functools.partial(jax.jit, static_argnames=("num_groups", "normalize"))
 def batch_advantages(
   returns, group_ids, *, num_groups: int, normalize: str = "mean_std", eps: float = 1e-6, weights=None
 ):
@@ -90,6 +91,7 @@ def batch_advantages(
   return group_advantages(returns, ids, num_groups=1, normalize=normalize, eps=eps, weights=weights)
 
 
+@functools.partial(jax.jit, static_argnames=("num_groups", "normalize"))
 def group_batch_advantages(
   returns, group_ids, *, num_groups: int, normalize: str = "mean_std", eps: float = 1e-6, weights=None
 ):

@@ -1,8 +1,9 @@
 """What needs to know which sequence a token is of: importance ratios of whole sequences, and weights of aggregations.
 
-Shapes: B rows, T tokens. `sequence_ids` is [B, T] int, the number of a token's sequence within its row, in [0, T); a
-packed row holds several sequences, and no sequence crosses rows. Tokens of other ids are of no sequence. None: each row
-is one sequence. Masks hold 1 where a token counts; a sequence without a counting token does not exist.
+Shapes: B rows (any leading axes), T tokens. `sequence_ids` is [B, T] int, the number of a token's sequence within its
+row, in [0, T); a packed row holds several sequences, and no sequence crosses rows. Tokens of other ids are of no
+sequence. None: each row is one sequence. Masks hold 1 where a token counts; a sequence without a counting token does
+not exist.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def count_sequences(*, mask, sequence_ids=None):
     return jnp.sum(jnp.any(mask > 0, axis=-1).astype(jnp.float32))
   ids, inside = _ids(mask, sequence_ids)
   present = jnp.where(inside & (mask > 0), 1.0, 0.0)
-  largest = jax.vmap(lambda x, i: jax.ops.segment_max(x, i, num_segments=mask.shape[-1]))(present, ids)
+  largest = _each_row(lambda x, i: jax.ops.segment_max(x, i, num_segments=mask.shape[-1]), present, ids)
   return jnp.sum((largest > 0).astype(jnp.float32))  # an id that no token has holds -inf
 
 
@@ -113,7 +114,7 @@ def sequence_sums(values, mask, sequence_ids=None):
   def row(x, i):
     return jax.ops.segment_sum(x, i, num_segments=x.shape[0])[i]
 
-  return jnp.where(inside, jax.vmap(row)(jnp.where(inside, values, 0.0), ids), 0.0)
+  return jnp.where(inside, _each_row(row, jnp.where(inside, values, 0.0), ids), 0.0)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -123,6 +124,12 @@ def _mean_log_ratio(logprobs, old_logprobs, mask, sequence_ids):
   logprobs, old_logprobs, mask = same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
   total = sequence_sums(logprobs - jax.lax.stop_gradient(old_logprobs), mask, sequence_ids)
   return total / jnp.maximum(sequence_sums(mask, mask, sequence_ids), 1.0)
+
+
+def _each_row(function, *arrays):
+  for _ in range(arrays[0].ndim - 1):
+    function = jax.vmap(function)
+  return function(*arrays)
 
 
 def _ids(mask, sequence_ids):
