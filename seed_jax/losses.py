@@ -5,9 +5,10 @@ All is computed and returned in float32, whatever comes in (numpy too); losses p
 logprobs: log-softmax of the float32 logits over the full vocabulary at the temperature of the rollout, in nats.
 
 Three layers, so that denominators can be global:
-- per token (token_losses.py): clipped_surrogate, kl_penalty, opd_gate, opd_loss, nll, token_entropy,
-  truncated_importance_weights.
-- sums: grpo_terms, opd_terms give {denominator: {name: sum over this batch}}, which add over micro-batches and hosts.
+- per token (token_losses.py, sequences.py, relatives.py): clipped_surrogate, kl_penalty, opd_gate, opd_loss and its
+  relatives, nll, token_entropy, importance ratios and weights, transforms of advantages.
+- sums (loss_terms.py): grpo_terms, opd_terms give {denominator: {name: sum over this batch}}, which add over
+  micro-batches and hosts.
 - scalars: grpo_loss, seed_loss are sums / denominators. With `denominators=token_counts(<whole batch>)` a micro-batch
   returns its share: shares of loss, gradient and metrics ADD up to the whole batch's (`add_metrics`: of a metric named
   `..._max` the larger counts); `finish_metrics` closes the sum.
@@ -27,7 +28,23 @@ import jax
 import jax.numpy as jnp
 
 from seed_jax.advantages import group_advantages as group_advantages  # re-exported: the public name lives here
-from seed_jax.token_losses import (  # noqa: F401  (re-exported, too)
+from seed_jax.loss_terms import Terms, grpo_terms, masked_sum, opd_terms, token_counts
+from seed_jax.relatives import (  # noqa: F401  (re-exported, too)
+  grsd_advantages,
+  no_auxiliary_loss,
+  opid_advantages,
+  opsd_loss,
+  rlsd_advantages,
+  skill_sd_loss,
+)
+from seed_jax.sequences import (  # noqa: F401
+  AGGREGATIONS,
+  sequence_ratios,
+  sequence_token_ratios,
+  token_ratios,
+  token_weights,
+)
+from seed_jax.token_losses import (  # noqa: F401
   K3_LIMIT,
   KL_ESTIMATORS,
   clipped_surrogate,
@@ -35,14 +52,11 @@ from seed_jax.token_losses import (  # noqa: F401  (re-exported, too)
   nll,
   opd_gate,
   opd_loss,
-  per_token,
-  ratio_and_advantages,
   same_shape,
+  surrogate_of_ratio,
   token_entropy,
   truncated_importance_weights,
 )
-
-Terms = dict[str, dict[str, jax.Array]]
 
 
 def masked_mean(values, mask):
@@ -52,115 +66,36 @@ def masked_mean(values, mask):
   turn that 0 into 0 * inf: clear its inputs with the mask first, as the sums below do.
   """
   values, mask = same_shape(values=values, mask=mask)
-  return _divide(_masked_sum(values, mask), jnp.sum(mask))
-
-
-# --- sums -----------------------------------------------------------------------------------------------------------
-
-
-def token_counts(*, mask, skill_mask=None) -> dict[str, jax.Array]:
-  """The denominators: {"tokens": sum(mask), "skill_tokens": sum(mask * skill_mask)}; skill_mask [B, T], [B] or None.
-
-  They add over micro-batches and hosts; the sum over the whole batch is what `denominators=` of the losses takes.
-  """
-  mask = jnp.asarray(mask, jnp.float32)
-  return {"tokens": jnp.sum(mask), "skill_tokens": jnp.sum(_skill_mask(mask, skill_mask))}
-
-
-def grpo_terms(
-  *,
-  logprobs,
-  old_logprobs,
-  advantages,
-  mask,
-  ref_logprobs=None,
-  sampler_logprobs=None,
-  entropy=None,
-  clip_low=0.2,
-  clip_high=0.2,
-  dual_clip: float | None = 3.0,
-  tis_cap: float | None = None,
-  kl_estimator: str = "k3",
-) -> Terms:
-  """Sums over this batch of all that GRPO averages over tokens; see `grpo_loss` for the arguments.
-
-  A masked position has gradient exactly 0 whatever it holds, for `logprobs` are cleared before any arithmetic.
-  """
-  if sampler_logprobs is None and tis_cap is not None:
-    raise ValueError(f"tis_cap={tis_cap} needs sampler_logprobs=[B, T], got None")
-  logprobs, old_logprobs, mask = same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-  logprobs = _clear(logprobs, mask)
-  ratio, advantages = ratio_and_advantages(logprobs, old_logprobs, advantages)
-  clip = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-  values = {
-    "pg_loss": clipped_surrogate(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, **clip),
-    "ratio_mean": ratio,
-    "clip_low_fraction": (advantages < 0) & (ratio < 1.0 - clip_low),
-    "clip_high_fraction": (advantages > 0) & (ratio > 1.0 + clip_high),
-    "dual_clip_fraction": (advantages < 0) & (ratio > (jnp.inf if dual_clip is None else dual_clip)),
-    # KL(old || current), since the samples come from the old policy.
-    "old_kl": kl_penalty(logprobs=old_logprobs, ref_logprobs=logprobs),
-  }
-  if ref_logprobs is not None:
-    values["kl"] = kl_penalty(logprobs=logprobs, ref_logprobs=ref_logprobs, estimator=kl_estimator)
-  if entropy is not None:
-    _, values["entropy"] = same_shape(logprobs=logprobs, entropy=entropy)
-  largest = {}
-  if sampler_logprobs is not None:
-    gap = jnp.abs(_clear(sampler_logprobs, mask) - _clear(old_logprobs, mask))
-    # KL(sampler || old): the tokens are the sampler's.
-    values |= {
-      "mismatch_mean": gap,
-      "mismatch_kl": kl_penalty(logprobs=sampler_logprobs, ref_logprobs=old_logprobs),
-    }
-    largest = {"largest": {"mismatch_max": jax.lax.stop_gradient(jnp.max(gap, initial=0.0))}}
-  if tis_cap is not None:
-    weights = truncated_importance_weights(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs, cap=tis_cap)
-    values["pg_loss"] = weights * values["pg_loss"]
-    values |= {"tis_weight_mean": weights, "tis_capped_fraction": weights >= tis_cap}
-  zero = jnp.zeros((), jnp.float32)
-  sums = {"kl": zero, "entropy": zero} | {name: _masked_sum(value, mask) for name, value in values.items()}
-  return {"tokens": sums} | largest
-
-
-def opd_terms(*, logprobs, skill_logprobs, mask, skill_mask, opd_beta=5.0, token_loss: Callable = opd_loss) -> Terms:
-  """Sums of the distillation term and of the gate's statistics over the tokens where mask * skill_mask is 1.
-
-  `token_loss(*, logprobs, skill_logprobs, beta)` is any per-token loss; `gate_square` is the second moment about one
-  half (about the mean it would not add up, about zero it would lose the digits of a nearly constant gate).
-  """
-  logprobs, skill_logprobs, mask = same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs, mask=mask)
-  active = _skill_mask(mask, skill_mask)
-  logprobs = _clear(logprobs, active)
-  gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=opd_beta)
-  values = {
-    "opd_loss": token_loss(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=opd_beta),
-    "gate_mean": gate,
-    "gate_square": jnp.square(gate - 0.5),
-    "gate_above_half": gate > 0.5,
-    "gap_mean": jax.lax.stop_gradient(skill_logprobs - logprobs),
-  }
-  sums = {name: _masked_sum(value, active) for name, value in values.items()}
-  return {"skill_tokens": sums, "tokens": {"opd_active_ratio": jnp.sum(active)}}
+  return _divide(masked_sum(values, mask), jnp.sum(mask))
 
 
 # --- scalars --------------------------------------------------------------------------------------------------------
 
 
 def grpo_loss(
-  *, mask, entropy=None, kl_coef=0.01, entropy_coef=0.0, denominators: Mapping[str, jax.Array] | None = None, **grpo
+  *,
+  mask,
+  entropy=None,
+  kl_coef=0.01,
+  entropy_coef=0.0,
+  sequence_ids=None,
+  denominators: Mapping[str, jax.Array] | None = None,
+  **grpo,
 ):
-  """GRPO: mean(surrogate) + kl_coef * mean(KL) - entropy_coef * mean(entropy), means over all tokens under the mask.
+  """GRPO: mean(surrogate) + kl_coef * mean(KL) - entropy_coef * mean(entropy), means over all tokens under the mask,
+  or as `aggregation` says.
 
   Args:
     mask: [B, T], 1 on the sampled tokens that count.
     entropy: [B, T] exact entropies of the policy (`token_entropy`), or None. Needed where entropy_coef is not 0.
     kl_coef: weight of the KL to the reference; without `ref_logprobs` there is no KL term.
     entropy_coef: weight of the entropy bonus.
-    denominators: None, or {"tokens": ...} of the whole batch that this micro-batch belongs to.
+    sequence_ids: [B, T], which sequence of its row a token is of, or None: each row is one (see sequences.py).
+    denominators: None, or `token_counts` of the whole batch that this micro-batch belongs to.
     **grpo: the other arguments of `grpo_terms`: logprobs, old_logprobs, ref_logprobs (None: no KL) and sampler_logprobs
       (None: mismatch not measured) [B, T], advantages [B, T] or [B], clip_low, clip_high, dual_clip, tis_cap (None: no
-      importance weights), kl_estimator.
+      importance weights), kl_estimator, ratios (`token_ratios`; `sequence_ratios` for GSPO), aggregation (a key of
+      `AGGREGATIONS`, see `token_weights`) and its aggregation_length.
 
   Returns:
     (float32 scalar, metrics). With `denominators`, both are this micro-batch's additive share.
@@ -168,10 +103,10 @@ def grpo_loss(
   The official code averages the token means of micro-batches, so that its objective depends on the partition.
   """
   _need_entropy(entropy, entropy_coef)
-  counts = token_counts(mask=mask) if denominators is None else denominators
+  counts = token_counts(mask=mask, sequence_ids=sequence_ids) if denominators is None else denominators
   if entropy is not None and _is_zero(entropy_coef):
     entropy = jax.lax.stop_gradient(entropy)  # only a metric: its gradient over the vocabulary need not be computed
-  means = _means(grpo_terms(mask=mask, entropy=entropy, **grpo), counts)
+  means = _means(grpo_terms(mask=mask, entropy=entropy, sequence_ids=sequence_ids, **grpo), counts)
   loss = means["pg_loss"] + kl_coef * means["kl"] - entropy_coef * means["entropy"]
   return loss, _metrics(loss, means)
 
@@ -180,44 +115,32 @@ def seed_loss(
   *,
   logprobs,
   old_logprobs,
-  advantages,
   skill_logprobs,
   mask,
   skill_mask,
-  ref_logprobs=None,
-  sampler_logprobs=None,
-  entropy=None,
   opd_coef=0.01,
   opd_beta=5.0,
-  kl_coef=0.01,
-  entropy_coef=0.0,
-  clip_low=0.2,
-  clip_high=0.2,
-  dual_clip: float | None = 3.0,
-  tis_cap: float | None = None,
-  kl_estimator: str = "k3",
   token_loss: Callable = opd_loss,
+  sequence_ids=None,
   denominators: Mapping[str, jax.Array] | None = None,
+  **grpo,
 ):
   """SEED's joint objective: `grpo_loss` + opd_coef * mean(opd_loss), the latter over the tokens with a skill.
 
   loss = pg + kl_coef * KL - entropy_coef * H + opd_coef * OPD, each a mean over its own tokens: sum(mask) for the
-  first three, sum(mask * skill_mask) for OPD (0 where no token has a skill). Only `logprobs` and `entropy` carry
-  gradient.
+  first three (or as `aggregation` says), sum(mask * skill_mask) for OPD (0 where no token has a skill). Only `logprobs`
+  and `entropy` carry gradient.
 
   Args:
     logprobs: [B, T] of the policy being trained, ordinary context.
     old_logprobs: [B, T] of the policy at the start of the iteration's updates.
-    advantages: [B, T] or [B].
     skill_logprobs: [B, T] of the same tokens with the skill in context.
     mask: [B, T], 1 on sampled tokens that count.
     skill_mask: [B, T] or [B], 1 where the trajectory has a parsed skill.
-    ref_logprobs: [B, T] of the frozen reference, or None for no KL term.
-    sampler_logprobs: [B, T] as the sampler reported them, or None.
-    entropy: [B, T] or None, see `grpo_loss`.
-    tis_cap: None, or the largest importance weight old / sampler of the policy gradient.
-    token_loss: the distillation loss per token, called with (logprobs=, skill_logprobs=, beta=).
-    denominators: None for this batch's own, or `token_counts` of the whole batch: see the top of this file.
+    token_loss: the auxiliary loss per token, called with (logprobs=, skill_logprobs=, old_logprobs=, beta=opd_beta).
+    sequence_ids, denominators, **grpo: those of `grpo_loss`: advantages [B, T] or [B], ref_logprobs, sampler_logprobs,
+      entropy, kl_coef, entropy_coef, clip_low, clip_high, dual_clip, tis_cap, kl_estimator, ratios, aggregation,
+      aggregation_length.
 
   Returns:
     (float32 scalar, metrics): loss, pg_loss, kl, entropy, opd_loss, ratio_mean, old_kl, clip_low_fraction,
@@ -226,26 +149,13 @@ def seed_loss(
     with tis_cap tis_weight_mean and tis_capped_fraction. With `denominators`, shares that add up over micro-batches
     (`add_metrics`), `gate_square` in place of `gate_std`: sum, then `finish_metrics`.
   """
-  counts = token_counts(mask=mask, skill_mask=skill_mask) if denominators is None else denominators
-  rl, metrics = grpo_loss(
-    logprobs=logprobs,
-    old_logprobs=old_logprobs,
-    advantages=advantages,
-    mask=mask,
-    ref_logprobs=ref_logprobs,
-    sampler_logprobs=sampler_logprobs,
-    entropy=entropy,
-    kl_coef=kl_coef,
-    entropy_coef=entropy_coef,
-    clip_low=clip_low,
-    clip_high=clip_high,
-    dual_clip=dual_clip,
-    tis_cap=tis_cap,
-    kl_estimator=kl_estimator,
-    denominators=counts,
-  )
-  pair = dict(logprobs=logprobs, skill_logprobs=skill_logprobs, mask=mask, skill_mask=skill_mask)
-  means = _means(opd_terms(**pair, opd_beta=opd_beta, token_loss=token_loss), counts)
+  counts = denominators
+  if denominators is None:
+    counts = token_counts(mask=mask, skill_mask=skill_mask, sequence_ids=sequence_ids)
+  policies = dict(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
+  rl, metrics = grpo_loss(**policies, sequence_ids=sequence_ids, denominators=counts, **grpo)
+  skill = dict(skill_logprobs=skill_logprobs, skill_mask=skill_mask, opd_beta=opd_beta, token_loss=token_loss)
+  means = _means(opd_terms(**policies, **skill), counts)
   loss = rl + opd_coef * means["opd_loss"]
   metrics = metrics | _metrics(loss, means)
   return loss, finish_metrics(metrics) if denominators is None else metrics
@@ -270,6 +180,9 @@ def finish_metrics(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _means(terms: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  missing = terms.keys() - denominators.keys() - {"largest"}
+  if missing:
+    raise ValueError(f"denominators have no {', '.join(sorted(missing))}; hand in token_counts of the whole batch")
   largest = terms.get("largest", {})
   sums = {count: part for count, part in terms.items() if count != "largest"}
   return largest | {name: _divide(x, denominators[count]) for count, part in sums.items() for name, x in part.items()}
@@ -288,20 +201,6 @@ def _need_entropy(entropy, entropy_coef):
     raise ValueError(
       f"entropy_coef={entropy_coef} needs entropy=[B, T]: the policy's entropies (token_entropy), got None"
     )
-
-
-def _skill_mask(mask, skill_mask):
-  if skill_mask is None:
-    return jnp.zeros_like(mask)
-  return mask * per_token(skill_mask, mask, "skill_mask")
-
-
-def _clear(values, mask):
-  return jnp.where(mask > 0, jnp.asarray(values, jnp.float32), 0.0)
-
-
-def _masked_sum(values, mask):
-  return jnp.sum(mask * _clear(values, mask))
 
 
 def _divide(numerator, denominator):

@@ -1,4 +1,9 @@
-"""The named methods: a method = context source x auxiliary loss x policy gradient x advantage x starting point."""
+"""The named methods: context x skill source x auxiliary loss x ratios x advantage x transform x settings.
+
+What differs between methods is data here: functions that are passed in, names of where text comes from, and the
+settings that a method's own recipe changes. Rows marked [R] are our reconstruction or our control, the others follow
+the paper or code that `source` names.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,37 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from seed_jax import losses
+from seed_jax.advantages import rloo_advantages, unequal_groups
+from seed_jax.step_advantages import step_advantages
 
 CONTEXTS = {
   "none": "no skill anywhere",
-  "own_hindsight": "the policy's own skill of the same trajectory, for the re-scoring only",
+  "own_hindsight": "a skill written in hindsight (`skill_source` says which), for the re-scoring only",
   "external_hindsight": "another model's skill of the same trajectory, for the re-scoring only",
   "library_teacher": "a fixed library, for the re-scoring only",
   "library_rollout": "a fixed library, in the prompts of the rollouts",
+  "library_everywhere": "a fixed library, in the prompts of the rollouts and of the evaluation",
+  "library_evaluation": "a fixed library, in the prompts of the evaluation only",
 }
+RESCORED = ("own_hindsight", "external_hindsight", "library_teacher")  # the same tokens are scored in two contexts
+IN_ROLLOUTS = ("library_rollout", "library_everywhere")
+IN_EVALUATION = ("library_everywhere", "library_evaluation")
+
+# whose text a trajectory gets -> what it is, and the contexts that it fits
+SKILL_SOURCES = {
+  "none": "no text",
+  "own": "the policy's skill of the same trajectory",
+  "group": "the policy's skill of another trajectory of the same group",
+  "other_task": "the policy's skill of a trajectory of another task",
+  "success_only": "own, of trajectories that succeeded; the others get none",
+  "failure_only": "own, of trajectories that failed; the others get none",
+  "frozen_analyzer": "the skill of the same trajectory by the policy that training began from",
+  "external": "another model's skill of the same trajectory",
+  "library": "the text that a fixed library has for the task",
+  "random_text": "random tokens, as many as the own skill has",
+}
+_HINDSIGHT = ("own", "group", "other_task", "success_only", "failure_only", "frozen_analyzer", "random_text")
+_SOURCES_OF = {"none": ("none",), "own_hindsight": _HINDSIGHT, "external_hindsight": ("external",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +51,19 @@ class Method:
   """One training method. Frozen and hashable: a static argument of the update step.
 
   name: what `--config=FILE:NAME` and the tables call it.
-  context: a key of CONTEXTS: where the privileged text comes from.
-  auxiliary: per-token loss (*, logprobs, skill_logprobs, beta) added to the RL loss, or None. What needs no skill
-    scores none.
+  context: a key of CONTEXTS: where skill text is put.
+  auxiliary: loss per token (*, logprobs, skill_logprobs, old_logprobs, beta) added to the RL loss, or None.
   policy_gradient: False leaves the RL term out (the KL to the reference stays).
   advantage: (returns, group_ids, *, num_groups, normalize, eps, weights) -> advantages.
   needs_sft: the method's own recipe starts from the Stage-1 checkpoint; a config may start any method from it.
   source: where it is defined; says so where it is our reconstruction.
+  skill_source: a key of SKILL_SOURCES: whose text it is.
+  transform: (*, advantages, old_logprobs, skill_logprobs, skill_mask, coef) -> advantages [B, T], or None.
+  ratios: importance ratios (*, logprobs, old_logprobs, mask, sequence_ids) -> [B, T].
+  step_advantage: (step_returns, anchors, *, num_groups, normalize, eps, weights) -> advantages that are added, with the
+    weight train.step_weight, to each step's own; or None. Step returns are discounted by train.gamma.
+  group_filter: (returns, group_ids, *, num_groups) -> [num_groups] bool, which groups stay in the batch; or None.
+  settings: what the method's own recipe changes in a config, as (path, value) pairs; see `settings`.
   """
 
   name: str
@@ -39,83 +73,261 @@ class Method:
   advantage: Callable
   needs_sft: bool
   source: str
+  skill_source: str = "none"
+  transform: Callable | None = None
+  ratios: Callable = losses.token_ratios
+  step_advantage: Callable | None = None
+  group_filter: Callable | None = None
+  settings: tuple[tuple[str, object], ...] = ()
 
   def __post_init__(self):
     if self.context not in CONTEXTS:
       raise ValueError(
         f"method {self.name!r}: context {self.context!r} is unknown; choose one of {', '.join(CONTEXTS)}"
       )
-    if self.auxiliary is not None and self.context in ("none", "library_rollout"):
-      raise ValueError(
-        f"method {self.name!r}: an auxiliary loss compares two contexts, but context={self.context!r} gives one"
-      )
-    if self.auxiliary is None and not self.policy_gradient:
+    if self.needs_skills and self.context not in RESCORED:
+      what = "an auxiliary loss" if self.auxiliary is not None else "a transform of advantages"
+      raise ValueError(f"method {self.name!r}: {what} compares two contexts, but context={self.context!r} gives one")
+    if not self.trains and self.context not in ("none", "library_evaluation"):
       raise ValueError(f"method {self.name!r}: neither an auxiliary loss nor a policy gradient: nothing to learn from")
+    fitting = _SOURCES_OF.get(self.context, ("library",))
+    if self.skill_source not in fitting:
+      raise ValueError(
+        f"method {self.name!r}: skill_source {self.skill_source!r} does not fit context {self.context!r}; "
+        f"choose one of {', '.join(fitting)}"
+      )
+
+  @property
+  def trains(self) -> bool:
+    """Whether there is anything to learn from; the untrained methods are evaluated as they are."""
+    return self.auxiliary is not None or self.policy_gradient
 
   @property
   def needs_skills(self) -> bool:
-    """Whether trajectories are analysed and the skill branch is scored."""
-    return self.auxiliary is not None
+    """Whether a skill context is scored."""
+    return self.auxiliary is not None or self.transform is not None
 
-  def loss(self, *, advantages, skill_logprobs=None, skill_mask=None, opd_coef=0.01, opd_beta=5.0, **common):
+  @property
+  def needs_analysis(self) -> bool:
+    """Whether trajectories are analysed, by the policy or by another model, to get the text of that context."""
+    return self.needs_skills and self.skill_source != "library"
+
+  @property
+  def in_rollouts(self) -> bool:
+    """Whether the prompts of the training episodes hold library text."""
+    return self.context in IN_ROLLOUTS
+
+  @property
+  def in_evaluation(self) -> bool:
+    """Whether the prompts of the evaluation hold library text."""
+    return self.context in IN_EVALUATION
+
+  def loss(
+    self,
+    *,
+    advantages,
+    old_logprobs,
+    skill_logprobs=None,
+    skill_mask=None,
+    opd_coef=0.01,
+    opd_beta=5.0,
+    transform_coef=0.0,
+    **common,
+  ):
     """The method's objective on one (micro-)batch, (scalar, metrics): `losses.grpo_loss` or `losses.seed_loss`, see
     there.
 
-    One call for every method: the arguments of the skill branch are ignored where there is none.
+    One call for every method: the arguments of the skill branch are ignored where there is none. `transform_coef`, a
+    number or a traced scalar, is the transform's strength.
     """
+    if not self.trains:
+      raise ValueError(f"method {self.name!r} is evaluated as it is: there is no loss to train it with")
     if not self.policy_gradient:
       advantages = jnp.zeros_like(jnp.asarray(advantages, jnp.float32))
-    if self.auxiliary is None:
+    common |= dict(old_logprobs=old_logprobs, ratios=self.ratios)
+    if not self.needs_skills:
       return losses.grpo_loss(advantages=advantages, **common)
+    skill = dict(skill_logprobs=skill_logprobs, skill_mask=skill_mask)
+    if self.transform is not None:
+      advantages = self.transform(advantages=advantages, old_logprobs=old_logprobs, **skill, coef=transform_coef)
+    auxiliary, coef = (losses.no_auxiliary_loss, 0.0) if self.auxiliary is None else (self.auxiliary, opd_coef)
     return losses.seed_loss(
-      advantages=advantages,
-      skill_logprobs=skill_logprobs,
-      skill_mask=skill_mask,
-      opd_coef=opd_coef,
-      opd_beta=opd_beta,
-      token_loss=self.auxiliary,
-      **common,
+      advantages=advantages, **skill, opd_coef=coef, opd_beta=opd_beta, token_loss=auxiliary, **common
     )
 
 
-SEED = Method(
-  name="seed",
-  context="own_hindsight",
-  auxiliary=losses.opd_loss,
+GRPO = Method(
+  name="grpo",
+  context="none",
+  auxiliary=None,
   policy_gradient=True,
   advantage=losses.group_advantages,
+  needs_sft=False,
+  source="GRPO, arXiv:2402.03300, as SEED's baseline runs it: token mean, dual clip 3, k3",
+)
+SEED = dataclasses.replace(
+  GRPO,
+  name="seed",
+  context="own_hindsight",
+  skill_source="own",
+  auxiliary=losses.opd_loss,
   needs_sft=True,
   source="SEED, section 3: hindsight-skill SFT, then GRPO with self-evolving on-policy distillation, eq. (1)",
 )
+SDAR = dataclasses.replace(
+  SEED,
+  name="sdar",
+  context="library_teacher",
+  skill_source="library",
+  needs_sft=False,
+  source="SDAR, arXiv:2605.15155: SEED's gated term with a static library as the teacher's context",
+)
 
-METHODS = {
-  method.name: method
-  for method in (
+
+def _variant(base: Method, name: str, source: str, **changes) -> Method:
+  """`base` with other data; a key that is no field, like loss_clip_high, is a setting train.loss.clip_high."""
+  fields = {f.name for f in dataclasses.fields(Method)}
+  settings = tuple((f"train.loss.{k.removeprefix('loss_')}", v) for k, v in changes.items() if k not in fields)
+  changes = {k: v for k, v in changes.items() if k in fields}
+  changes["settings"] = base.settings + changes.get("settings", ()) + settings
+  return dataclasses.replace(base, name=name, source=source, **changes)
+
+
+_untrained = dict(policy_gradient=False)
+_library = dict(skill_source="library")
+_TABLE = (
+  SEED,
+  GRPO,
+  # --- SEED's table 2, and what stands beside it
+  _variant(
     SEED,
-    Method(
-      name="grpo",
-      context="none",
-      auxiliary=None,
-      policy_gradient=True,
-      advantage=losses.group_advantages,
-      needs_sft=False,
-      source="GRPO, arXiv:2402.03300, as SEED's baseline runs it: token mean, dual clip 3, k3",
-    ),
-    dataclasses.replace(
-      SEED,
-      name="seed_without_sft",
-      needs_sft=False,
-      source="SEED, table 2, row without hindsight-skill SFT: the base policy analyses its own trajectories",
-    ),
-    dataclasses.replace(
-      SEED,
-      name="seed_without_opd",
-      context="none",
-      auxiliary=None,
-      source="SEED, table 2, row without self-evolving OPD: Stage-1 SFT, then GRPO",
-    ),
-  )
-}
+    "seed_without_sft",
+    "SEED, table 2, row without hindsight-skill SFT: the base policy analyses its own trajectories",
+    needs_sft=False,
+  ),
+  _variant(
+    GRPO, "seed_without_opd", "SEED, table 2, row without self-evolving OPD: Stage-1 SFT, then GRPO", needs_sft=True
+  ),
+  _variant(
+    SDAR, "seed_static_library", "SEED, table 2, row without on-policy skills: a static library", needs_sft=True
+  ),
+  # --- SEED's table 1
+  _variant(GRPO, "vanilla", "SEED, table 1: the policy as it is", **_untrained),
+  _variant(
+    GRPO,
+    "skill_prompt",
+    "SEED, table 1: the policy as it is, library text in its prompts",
+    context="library_evaluation",
+    **_library,
+    **_untrained,
+  ),
+  _variant(
+    GRPO,
+    "skill_grpo",
+    "SEED, table 1: GRPO, library text in the prompts of the rollouts",
+    context="library_rollout",
+    **_library,
+  ),
+  _variant(
+    GRPO,
+    "skill_grpo_star",
+    "SEED, table 1, Skill-GRPO*: library text in the prompts of the evaluation, too",
+    context="library_everywhere",
+    **_library,
+  ),
+  _variant(
+    SDAR,
+    "opsd",
+    "SEED, table 1, OPSD as run there: the gated term and the KL without a policy gradient (arXiv:2601.18734's own "
+    "form: losses.opsd_loss)",
+    policy_gradient=False,
+  ),
+  _variant(SDAR, "grpo_opsd", "SEED, table 1, GRPO+OPSD: SDAR with the constant gate 1/2", loss_opd_beta=0.0),
+  _variant(
+    SDAR,
+    "skill_sd",
+    "Skill-SD, arXiv:2604.10674, as SEED's table 1 runs it: static library, no warm-down",
+    auxiliary=losses.skill_sd_loss,
+    loss_opd_coef=0.001,
+  ),
+  _variant(
+    SDAR,
+    "rlsd",
+    "RLSD, arXiv:2604.03128, as SEED's table 1 runs it: static library, mix 0.5 to 0 over 100 iterations",
+    auxiliary=None,
+    transform=losses.rlsd_advantages,
+    loss_transform_coef=0.5,
+    loss_transform_decay=100,
+  ),
+  SDAR,
+  _variant(
+    SDAR,
+    "opid",
+    "OPID, arXiv:2606.26790; [R] episode skills only, no critical-step skills",
+    context="external_hindsight",
+    skill_source="external",
+    auxiliary=None,
+    transform=losses.opid_advantages,
+    loss_transform_coef=0.001,
+  ),
+  # --- other advantages and policy gradients
+  _variant(
+    GRPO,
+    "gigpo",
+    "GiGPO, arXiv:2505.10978: groups of equal observations credit single steps",
+    step_advantage=step_advantages,
+    settings=(("train.gamma", 0.95), ("train.step_weight", 1.0)),
+  ),
+  _variant(
+    GRPO,
+    "rloo",
+    "RLOO, arXiv:2402.14740: leave-one-out baseline; [R] with the clipped surrogate and the KL of the GRPO baseline",
+    advantage=rloo_advantages,
+  ),
+  _variant(
+    GRPO,
+    "dr_grpo",
+    "Dr. GRPO, arXiv:2503.20783: no deviation, sums of tokens over a constant, no KL; [R] the constant is 512",
+    settings=(("train.normalize", "mean"),),
+    loss_aggregation="sequence_mean_token_sum_norm",
+    loss_aggregation_length=512.0,
+    loss_kl_coef=0.0,
+    loss_dual_clip=None,
+  ),
+  _variant(
+    GRPO,
+    "dapo",
+    "DAPO, arXiv:2503.14476: clip 0.2 / 0.28, token mean, no KL, groups of equal returns left out; [R] the overlong "
+    "penalty is not here",
+    group_filter=unequal_groups,
+    loss_clip_high=0.28,
+    loss_kl_coef=0.0,
+  ),
+  _variant(
+    GRPO,
+    "gspo",
+    "GSPO, arXiv:2507.18071: ratios of sequences, clip 3e-4 / 4e-4, mean of sequences",
+    ratios=losses.sequence_ratios,
+    loss_clip_low=3e-4,
+    loss_clip_high=4e-4,
+    loss_aggregation="sequence_mean_token_mean",
+    loss_dual_clip=None,
+  ),
+  # --- controls, all [R]: SEED with one thing replaced
+  _variant(SEED, "seed_constant_gate", "[R] control: SEED with the constant gate 1/2", loss_opd_beta=0.0),
+  *(
+    _variant(SEED, f"seed_{name}", f"[R] control: SEED with {SKILL_SOURCES[source]}", skill_source=source)
+    for name, source in (
+      ("skill_of_group", "group"),
+      ("skill_of_other_task", "other_task"),
+      ("success_only", "success_only"),
+      ("failure_only", "failure_only"),
+      ("frozen_analyzer", "frozen_analyzer"),
+      ("random_text", "random_text"),
+    )
+  ),
+)
+METHODS = {method.name: method for method in _TABLE}
 
 
 def names() -> tuple[str, ...]:
@@ -128,3 +340,14 @@ def get(name: str) -> Method:
   if name not in METHODS:
     raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}")
   return METHODS[name]
+
+
+def settings(name: str) -> dict[str, object]:
+  """What the method's own recipe changes in a config, {path: value}, before the changes of the command line."""
+  return dict(get(name).settings)
+
+
+def loss_settings(name: str) -> dict[str, object]:
+  """Of `settings` those of the loss: {field of update.LossConfig: value}."""
+  prefix = "train.loss."
+  return {path.removeprefix(prefix): value for path, value in get(name).settings if path.startswith(prefix)}

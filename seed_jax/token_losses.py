@@ -13,7 +13,7 @@ import jax.numpy as jnp
 KL_ESTIMATORS = ("k1", "k2", "k3")
 K3_LIMIT = 10.0  # k3 is clamped to +-10, as in the official code
 # exp(80) is 5e34; a little further float32 overflows, and 0 * inf would make a clipped token's gradient NaN.
-_LOG_RATIO_CAP = 80.0
+LOG_RATIO_CAP = 80.0
 
 
 def clipped_surrogate(
@@ -28,7 +28,17 @@ def clipped_surrogate(
   Raises:
     ValueError: shapes that differ, or dual_clip <= 1 (it would cut tokens that the policy has not moved).
   """
-  ratio, advantages = ratio_and_advantages(logprobs, old_logprobs, advantages)
+  logprobs, old_logprobs = same_shape(logprobs=logprobs, old_logprobs=old_logprobs)
+  ratio = jnp.exp(jnp.minimum(logprobs - jax.lax.stop_gradient(old_logprobs), LOG_RATIO_CAP))
+  return surrogate_of_ratio(
+    ratio=ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+  )
+
+
+def surrogate_of_ratio(*, ratio, advantages, clip_low=0.2, clip_high=0.2, dual_clip: float | None = 3.0):
+  """`clipped_surrogate` of importance ratios r [B, T] of any kind (`sequences` has those of whole sequences)."""
+  (ratio,) = same_shape(ratio=ratio)
+  advantages = jax.lax.stop_gradient(per_token(advantages, ratio, "advantages"))
   loss = jnp.maximum(-advantages * ratio, -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
   if dual_clip is None:
     return loss
@@ -52,7 +62,7 @@ def kl_penalty(*, logprobs, ref_logprobs, estimator: str = "k3"):
     return 0.5 * jnp.square(gap)
   if estimator == "k3":
     # The inner bound lies far outside the clamp and keeps exp finite; expm1 keeps the digits of a small gap.
-    gap = jnp.clip(gap, -_LOG_RATIO_CAP, _LOG_RATIO_CAP)
+    gap = jnp.clip(gap, -LOG_RATIO_CAP, LOG_RATIO_CAP)
     return jnp.clip(jnp.expm1(gap) - gap, -K3_LIMIT, K3_LIMIT)
   raise ValueError(f"estimator={estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}")
 
@@ -66,13 +76,14 @@ def opd_gate(*, logprobs, skill_logprobs, beta=5.0):
   return jax.lax.stop_gradient(jax.nn.sigmoid(beta * (skill_logprobs - logprobs)))
 
 
-def opd_loss(*, logprobs, skill_logprobs, beta=5.0):
+def opd_loss(*, logprobs, skill_logprobs, old_logprobs=None, beta=5.0):
   """SEED eq. (1) per token, [B, T]: gate * (stop_gradient(skill_logprobs) - logprobs).
 
   Its gradient in logprobs is -gate: as printed and as coded, minimising it raises the likelihood of every sampled
   token, by a weight in (0, 1); the gate never flips the sign (the reward's sign comes from the RL term). The value is
-  no divergence and may be negative.
+  no divergence and may be negative. `old_logprobs` are not used: all auxiliary losses are called alike.
   """
+  del old_logprobs
   logprobs, skill_logprobs = same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs)
   gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=beta)
   return gate * (jax.lax.stop_gradient(skill_logprobs) - logprobs)
@@ -92,7 +103,7 @@ def truncated_importance_weights(*, old_logprobs, sampler_logprobs, cap: float):
   if cap <= 0.0:
     raise ValueError(f"tis_cap={cap} must be above 0 (2.0 is usual), or None for no importance weights")
   old_logprobs, sampler_logprobs = same_shape(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
-  weights = jnp.minimum(jnp.exp(jnp.minimum(old_logprobs - sampler_logprobs, _LOG_RATIO_CAP)), cap)
+  weights = jnp.minimum(jnp.exp(jnp.minimum(old_logprobs - sampler_logprobs, LOG_RATIO_CAP)), cap)
   return jax.lax.stop_gradient(weights)
 
 
@@ -111,13 +122,6 @@ def token_entropy(logits):
 # --- helpers, of `losses` too -----------------------------------------------------------------------------------------
 
 
-def ratio_and_advantages(logprobs, old_logprobs, advantages):
-  logprobs, old_logprobs = same_shape(logprobs=logprobs, old_logprobs=old_logprobs)
-  log_ratio = logprobs - jax.lax.stop_gradient(old_logprobs)
-  advantages = jax.lax.stop_gradient(per_token(advantages, logprobs, "advantages"))
-  return jnp.exp(jnp.minimum(log_ratio, _LOG_RATIO_CAP)), advantages
-
-
 def per_token(values, like, name: str):
   """[B] or [B, T] -> [B, T]. A [B] array is never left to broadcast over T, where B == T would hide the mistake."""
   values = jnp.asarray(values, jnp.float32)
@@ -129,6 +133,7 @@ def per_token(values, like, name: str):
 
 
 def same_shape(**arrays):
+  """The arrays in float32, in the order given; ValueError with all their names and shapes where these differ."""
   arrays = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
   if len({array.shape for array in arrays.values()}) > 1:
     raise ValueError("shapes differ: " + ", ".join(f"{name} {array.shape}" for name, array in arrays.items()))

@@ -53,11 +53,18 @@ class Batch:
   own_old: jax.Array | None = None
   skill_logprobs: jax.Array | None = None
   ref_logprobs: jax.Array | None = None
+  # [M, B, R] int32, which sample of its row a token is of (`sequences`); needed where the loss counts sequences
+  sequence_ids: jax.Array | None = None
+  transform_coef: jax.Array | None = None  # [] float32, where it changes over the run; None: LossConfig's
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """Coefficients of the objective; see `losses.seed_loss`."""
+  """Coefficients of the objective; see `losses.seed_loss` and, of aggregations, `losses.token_weights`.
+
+  transform_coef, transform_decay: the strength of the method's transform of advantages, and over how many iterations it
+    falls to 0 (0: it stays). The loop hands the current one in, as `Batch.transform_coef` (`relatives.linear_decay`).
+  """
 
   clip_low: float = 0.2
   clip_high: float = 0.2
@@ -68,6 +75,10 @@ class LossConfig:
   entropy_coef: float = 0.0
   opd_coef: float = 0.01
   opd_beta: float = 5.0
+  aggregation: str = "token_mean"
+  aggregation_length: float | None = None  # tokens; of sequence_mean_token_sum_norm
+  transform_coef: float = 0.0
+  transform_decay: int = 0
   temperature: float = 1.0  # of the rollout: log-probabilities are those of the distribution that was sampled
 
 
@@ -78,13 +89,22 @@ Loss = Callable[[jax.Array, jax.Array, Batch, dict], tuple[jax.Array, dict]]
 
 @dataclasses.dataclass(frozen=True)
 class MethodLoss:
-  """The loss of a named method: GRPO with or without an auxiliary term."""
+  """The loss of a named method: GRPO with or without an auxiliary term or a transform of its advantages."""
 
   method: Method
   config: LossConfig
 
+  @property
+  def counts_sequences(self) -> bool:
+    """Whether the loss needs `Batch.sequence_ids`: rows are packed, so that a row is no sequence."""
+    return self.config.aggregation != "token_mean" or self.method.ratios is not losses.token_ratios
+
   def __call__(self, logprobs, entropy, batch, denominators):
     c = self.config
+    if self.counts_sequences and batch.sequence_ids is None:
+      raise ValueError(
+        f"method {self.method.name!r} with aggregation={c.aggregation!r} counts sequences: Batch.sequence_ids is None"
+      )
     old = batch.old_logprobs
     if batch.own_old is not None:
       old = jnp.where(batch.own_old, jax.lax.stop_gradient(logprobs), old)
@@ -95,6 +115,7 @@ class MethodLoss:
         "skill_mask": batch.skill_mask,
         "opd_coef": c.opd_coef,
         "opd_beta": c.opd_beta,
+        "transform_coef": c.transform_coef if batch.transform_coef is None else batch.transform_coef,
       }
     return self.method.loss(
       logprobs=logprobs,
@@ -111,6 +132,9 @@ class MethodLoss:
       dual_clip=c.dual_clip,
       tis_cap=c.tis_cap,
       kl_estimator=c.kl_estimator,
+      aggregation=c.aggregation,
+      aggregation_length=c.aggregation_length,
+      sequence_ids=batch.sequence_ids,
       denominators=denominators,
       **skill,
     )
@@ -234,7 +258,7 @@ def total_counts(batches: Sequence[Batch]) -> dict[str, jax.Array]:
   """Denominators of a mini-batch: sums over all its row shapes (and, the arrays being global, over all hosts)."""
   counts = _no_counts()
   for batch in batches:
-    counts = _add_counts(counts, batch.mask, batch.skill_mask)
+    counts = _add_counts(counts, batch.mask, batch.skill_mask, batch.sequence_ids)
   return counts
 
 
@@ -244,5 +268,6 @@ def _no_counts():
 
 
 @jax.jit
-def _add_counts(counts, mask, skill_mask):
-  return jax.tree.map(jnp.add, counts, losses.token_counts(mask=mask, skill_mask=skill_mask))
+def _add_counts(counts, mask, skill_mask, sequence_ids):
+  counted = losses.token_counts(mask=mask, skill_mask=skill_mask, sequence_ids=sequence_ids)
+  return jax.tree.map(jnp.add, counts, counted)

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loss_references import by_group, close
 
-from seed_jax import losses
+from benchmarks.oracle_cases import cases, padded
+from seed_jax import advantages, losses
 from seed_jax.advantages import group_advantages
 
 FIXED = hypothesis.settings(derandomize=True, deadline=None, max_examples=30, database=None)
@@ -118,3 +120,64 @@ def test_errors_are_one_clear_line():
     group_advantages(np.ones(2), np.zeros(2, int), num_groups=1, normalize="std")
   with pytest.raises(ValueError, match=r"returns \(2,\), group_ids \(3,\)"):
     group_advantages(np.ones(2), np.zeros(3, int), num_groups=1)
+
+
+# --- the other estimators ---------------------------------------------------------------------------------------------
+
+LOOPS = {
+  "group_advantages": ("mean_std", lambda r, k: (r[k] - r.mean()) / (r.std(ddof=1) + 1e-6) if np.ptp(r) else 0.0),
+  "dr_grpo": ("mean", lambda r, k: r[k] - r.mean()),
+  "rloo_advantages": ("mean", lambda r, k: r[k] - np.delete(r, k).mean()),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_200_cases_against_loops(name):
+  normalize, loop = LOOPS[name]
+  function = getattr(advantages, "group_advantages" if name == "dr_grpo" else name)
+  for number, c in enumerate(cases()):
+    big = padded(c)
+    out = function(big["rewards"], big["groups"], num_groups=4, normalize=normalize)
+    assert not np.asarray(out)[len(c["groups"]) :].any()
+    right = by_group(c, loop)
+    # a difference of float32 rewards keeps 6e-8 of them; the deviation, small in a few groups, divides it
+    close(out[: len(right)], right, tolerance=3e-6, case=number)
+    kept = advantages.unequal_groups(big["rewards"], big["groups"], num_groups=4)
+    for group in range(4):
+      assert kept[group] == (len(set(c["rewards"][c["groups"] == group].tolist())) > 1)
+
+
+def test_batch_advantages_on_200_cases():
+  for number, c in enumerate(cases()):
+    big = padded(c)
+    raw = c["rewards"].astype(np.float64)
+    centred = by_group(c, lambda r, k: r[k] - r.mean())
+    for function, values in ((advantages.batch_advantages, raw), (advantages.group_batch_advantages, centred)):
+      out = function(big["rewards"], big["groups"], num_groups=4)[: len(raw)]
+      deviation = values.std(ddof=1)
+      right = (values - values.mean()) / (deviation + 1e-6) if deviation > 1e-9 else 0 * values
+      close(out, right, tolerance=3e-6, case=number)
+
+
+def test_rloo_by_hand():
+  returns, ids = np.array([10.0, 0.0, 4.0, 7.0]), np.array([0, 0, 0, 1])
+  # 10 - (0 + 4) / 2, 0 - 14 / 2, 4 - 10 / 2; one alone: 0
+  np.testing.assert_allclose(advantages.rloo_advantages(returns, ids, num_groups=2), [8, -7, -1, 0], rtol=1e-6)
+  weights = np.array([1, 2, 0, 1])
+  # the third is left out: 10 - 0, 0 - 10
+  out = advantages.rloo_advantages(returns, ids, num_groups=2, weights=weights)
+  np.testing.assert_allclose(out, [10, -10 / 1, 0, 0], rtol=1e-6)
+  equal = advantages.rloo_advantages(np.full(7, 0.1), np.zeros(7, int), num_groups=1)
+  np.testing.assert_array_equal(equal, np.zeros(7))
+
+
+def test_every_estimator_is_called_alike():
+  returns, ids = np.array([1.0, 2.0, 5.0, 9.0]), np.array([0, 0, 1, -1])
+  for function in (
+    advantages.group_advantages,
+    advantages.rloo_advantages,
+    advantages.batch_advantages,
+    advantages.group_batch_advantages,
+  ):
+    out = function(returns, ids, num_groups=2, normalize="mean_std", eps=1e-6, weights=np.ones(4))
+    assert out.shape == (4,) and out.dtype == jnp.float32 and out[3] == 0

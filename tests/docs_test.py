@@ -5,7 +5,10 @@ import inspect
 
 import pytest
 
-MODULES = ("losses", "advantages", "methods", "ops", "attention", "sharding", "score", "update", "batching")
+MODULES = (
+  *("losses", "loss_terms", "token_losses", "relatives", "sequences", "advantages", "step_advantages", "replay"),
+  *("methods", "ops", "attention", "sharding", "score", "update", "batching"),
+)
 
 
 def public(module):

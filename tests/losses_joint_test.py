@@ -223,7 +223,7 @@ def test_terms_add_up():
 def test_another_token_loss_fits():
   b = random_batch()
   plain = losses.seed_loss(
-    **b, opd_coef=1.0, token_loss=lambda *, logprobs, skill_logprobs, beta: losses.nll(logprobs=logprobs)
+    **b, opd_coef=1.0, token_loss=lambda *, logprobs, skill_logprobs, old_logprobs, beta: losses.nll(logprobs=logprobs)
   )
   active = b["mask"] * b["skill_mask"][:, None]
   np.testing.assert_allclose(plain[1]["opd_loss"], -(b["logprobs"] * active).sum() / active.sum(), rtol=1e-5)

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from seed_jax import losses, methods
+from seed_jax.update import Batch, LossConfig, MethodLoss
 
 
 def batch():
@@ -58,7 +60,7 @@ def test_a_method_without_policy_gradient_keeps_its_other_terms():
 
 def test_the_auxiliary_loss_is_the_methods_own():
   common, skill = batch()
-  half = dataclasses.replace(methods.get("seed"), auxiliary=lambda *, logprobs, skill_logprobs, beta: 0.5 * logprobs)
+  half = dataclasses.replace(methods.get("seed"), auxiliary=lambda *, logprobs, **others: 0.5 * logprobs)
   _, metrics = half.loss(**common, **skill)
   rows = skill["skill_mask"] == 1
   np.testing.assert_allclose(metrics["opd_loss"], 0.5 * common["logprobs"][rows].mean(), rtol=1e-6)
@@ -72,3 +74,127 @@ def test_methods_that_make_no_sense_are_refused():
     dataclasses.replace(seed, context="none")
   with pytest.raises(ValueError, match="nothing to learn from"):
     dataclasses.replace(seed, auxiliary=None, policy_gradient=False)
+
+
+# --- the whole table --------------------------------------------------------------------------------------------------
+
+LISTED = """vanilla skill_prompt grpo skill_grpo skill_grpo_star opsd grpo_opsd skill_sd rlsd sdar opid gigpo seed
+  seed_without_sft seed_without_opd seed_static_library rloo dr_grpo dapo gspo seed_constant_gate seed_skill_of_group
+  seed_skill_of_other_task seed_success_only seed_failure_only seed_frozen_analyzer seed_random_text"""
+
+
+def test_every_listed_method_is_there_and_says_where_it_comes_from():
+  assert set(methods.names()) == set(LISTED.split())
+  for name in methods.names():
+    method = methods.get(name)
+    assert methods.CONTEXTS[method.context] and methods.SKILL_SOURCES[method.skill_source]
+    assert ("arXiv:" in method.source) or ("SEED, " in method.source) or method.source.startswith("[R] control"), name
+    fields = {f.name for f in dataclasses.fields(LossConfig)}
+    assert methods.loss_settings(name).keys() <= fields, name
+    assert (
+      methods.loss_settings(name).items()
+      <= {k.removeprefix("train.loss."): v for k, v in methods.settings(name).items()}.items()
+    )
+  assert methods.loss_settings("grpo_opsd") == {"opd_beta": 0.0} and methods.settings("seed") == {}
+  assert methods.loss_settings("dapo") == {"clip_high": 0.28, "kl_coef": 0.0}
+  assert methods.settings("gigpo") == {"train.gamma": 0.95, "train.step_weight": 1.0}
+
+
+def test_where_texts_are_put():
+  get = methods.get
+  assert [n for n in methods.names() if get(n).in_rollouts] == ["skill_grpo", "skill_grpo_star"]
+  assert [n for n in methods.names() if get(n).in_evaluation] == ["skill_prompt", "skill_grpo_star"]
+  assert [n for n in methods.names() if not get(n).trains] == ["vanilla", "skill_prompt"]
+  for name in ("sdar", "rlsd", "opsd", "seed_static_library"):
+    assert get(name).needs_skills and not get(name).needs_analysis
+  for name in ("seed", "opid", "seed_skill_of_group", "seed_random_text"):
+    assert get(name).needs_skills and get(name).needs_analysis
+  with pytest.raises(ValueError, match="'vanilla' is evaluated as it is"):
+    get("vanilla").loss(**batch()[0])
+  with pytest.raises(
+    ValueError, match="skill_source 'library' does not fit context 'own_hindsight'; choose one of own"
+  ):
+    dataclasses.replace(get("seed"), skill_source="library")
+  with pytest.raises(ValueError, match="a transform of advantages compares two contexts"):
+    dataclasses.replace(get("grpo"), transform=losses.rlsd_advantages)
+
+
+def run_loss(name, common, skill):
+  loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name)))
+  ids = np.zeros(common["mask"].shape, int)
+  zero = np.zeros(())
+  micro = Batch(
+    ordinary=None,
+    skill=None,
+    targets=None,
+    mask=common["mask"],
+    skill_mask=np.broadcast_to(skill["skill_mask"][:, None], common["mask"].shape),
+    advantages=common["advantages"],
+    sampler_logprobs=None,
+    count=zero,
+    skill_count=zero,
+    old_logprobs=common["old_logprobs"],
+    skill_logprobs=skill["skill_logprobs"],
+    ref_logprobs=common["ref_logprobs"],
+    sequence_ids=ids,
+  )
+  counts = losses.token_counts(mask=micro.mask, skill_mask=micro.skill_mask, sequence_ids=ids)
+  return lambda x: loss(x, None, micro, counts)
+
+
+@pytest.mark.parametrize("name", [n for n in methods.names() if methods.get(n).trains])
+def test_every_trained_method_gives_a_finite_loss_and_a_gradient(name):
+  common, skill = batch()
+  (loss, metrics), gradient = jax.value_and_grad(run_loss(name, common, skill), has_aux=True)(common["logprobs"])
+  assert np.isfinite(loss) and np.isfinite(gradient).all() and np.any(gradient)
+  assert ("gate_mean" in metrics) == methods.get(name).needs_skills
+
+
+def by_hand(name, common, skill):
+  """The loss of the method on the batch, a token at a time in float64: means over the tokens."""
+  pg = kl = extra = skilled = 0.0
+  for (i, t), new in np.ndenumerate(common["logprobs"].astype(np.float64)):
+    old, ref, teacher = (
+      float(x[i, t]) for x in (common["old_logprobs"], common["ref_logprobs"], skill["skill_logprobs"])
+    )
+    has, a = skill["skill_mask"][i] > 0, float(common["advantages"][i])
+    if has and name == "rlsd":
+      a *= 0.5 + 0.5 * np.clip(np.exp(np.sign(a) * (teacher - old)), 0.8, 1.2)
+    if has and name == "opid":
+      a += 0.001 * (teacher - old)
+    r = np.exp(new - old)
+    term = max(-a * r, -a * np.clip(r, 0.8, 1.28 if name == "dapo" else 1.2))
+    pg += min(term, -3 * a) if a < 0 else term
+    kl += min(np.exp(ref - new) - (ref - new) - 1, 10.0)
+    d = new - teacher
+    if has:
+      skilled += 1
+      gate = 1 / (1 + np.exp(5.0 * d))
+      extra += {
+        "skill_sd": 0.001 * np.exp(new - old) * (np.exp(-d) - 1 + d),
+        "grpo_opsd": 0.01 * 0.5 * -d,
+        "sdar": 0.01 * gate * -d,
+        "opsd": 0.01 * gate * -d,
+      }.get(name, 0.0)
+  count = common["mask"].size
+  return (pg / count if name != "opsd" else 0.0) + (0.01 * kl / count if name != "dapo" else 0.0) + extra / skilled
+
+
+@pytest.mark.parametrize("name", ["skill_sd", "grpo_opsd", "sdar", "opsd", "rlsd", "opid", "dapo", "grpo"])
+def test_named_methods_by_hand(name):
+  common, skill = batch()
+  loss, _ = run_loss(name, common, skill)(common["logprobs"])
+  np.testing.assert_allclose(loss, by_hand(name, common, skill), rtol=1e-5, atol=1e-7)
+
+
+def test_losses_of_sequences_need_their_ids():
+  common, skill = batch()
+  for name in ("gspo", "dr_grpo"):
+    loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name)))
+    assert loss.counts_sequences
+    micro = jax.tree.map(lambda x: x, Batch(*[None] * 9))
+    with pytest.raises(
+      ValueError, match=f"method '{name}' with aggregation='sequence_mean.*Batch.sequence_ids is None"
+    ):
+      loss(common["logprobs"], None, micro, {})
+  assert not MethodLoss(methods.get("seed"), LossConfig()).counts_sequences
