@@ -10,6 +10,8 @@ supervised training on those skills, SEED, and an evaluation in unseen rooms wit
 
 from ml_collections import ConfigDict, config_dict
 
+from seed_jax import methods
+
 
 def optimizer(**changes) -> ConfigDict:
   values = dict(
@@ -88,12 +90,17 @@ def get_config(method: str = "seed") -> ConfigDict:
       reward_scale=10.0, invalid_penalty=0.0, normalize="mean_std", per_step=False, rescore="iteration", start_from=""
     )
   )
+  c.train.update(dict(gamma=0.95, step_weight=1.0))  # of methods that credit single steps
+  c.train.max_generations = 1  # rounds of episodes an iteration may take, for methods that leave groups out
+  c.train.keep_skills = 64  # skills of an iteration that stay in DIR/skills, with what each is worth; 0: none
   c.train.async_level = 0  # 1: the next episodes are played before the update, with importance weights (loss.tis_cap)
   c.train.update(dict(row_lengths=(320,), micro_tokens=1_280, response_fraction=0.75))
   c.train.loss = ConfigDict(
     dict(clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.01, kl_estimator="k3", entropy_coef=0.0)
   )
   c.train.loss.update(dict(opd_coef=0.01, opd_beta=5.0, tis_cap=config_dict.placeholder(float)))
+  c.train.loss.update(dict(aggregation="token_mean", aggregation_length=config_dict.placeholder(float)))
+  c.train.loss.update(dict(transform_coef=0.0, transform_decay=0))
   c.train.optimizer = optimizer(learning_rate=3e-4, schedule="constant")
   # The learning curve: every so many iterations (0: never) the policy plays these tasks without a skill. `valid` holds
   # training rooms that training does not play: there hyper-parameters are chosen, and nothing is on `unseen`.
@@ -102,9 +109,14 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.evaluate = ConfigDict(dict(split="unseen", tasks=240, samples=1, seed=0, temperature=0.4))
   c.evaluate.update(dict(mechanism_tasks=60, mechanism_samples=4, mechanism_split="unseen"))
 
+  # Methods with a static library: DIR/library.json is built from the annotated episodes, or `path` names one.
+  c.library = ConfigDict(dict(path="", retrieval="family", rules="alfworld", embedder="", render="compact"))
+  c.library.update(dict(top_k=2, max_mistakes=1, max_tokens=64, build=ConfigDict(dict(per_family=6, general=12))))
+
   # Stage `compare`: every arm with every seed, all arms of a seed from one SFT checkpoint, measured on train.panel.
   c.compare = ConfigDict(dict(methods=("seed", "grpo"), seeds=(0, 1, 2, 3, 4), every=10))
   c.compare.baseline = ""  # an arm's name; empty: grpo where it is an arm, else the first arm
   c.compare.vary = ""  # a sweep, all methods with each value: "train.loss.opd_beta=0,1,5,20"
   c.compare.arms = ()  # more arms: (name, method, ("FIELD=VALUE", ...))
+  c.update_from_flattened_dict(methods.settings(method))
   return c

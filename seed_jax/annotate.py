@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import time
 
+from etils import epath
+
 from seed_jax import skills
 from seed_jax.analyzers import ExternalAnalyzer, ScriptedAnalyzer
 from seed_jax.collect import load_collected
@@ -52,5 +54,7 @@ def run_annotate(run: Run) -> dict:
 
 
 def load_annotated(run: Run):
-  """The annotated trajectories, in order."""
-  return load_trajectories(str(run.workdir / "trajectories" / "annotated"))
+  """The annotated trajectories, in order; those of the run that this one took its start from, where it did."""
+  own = run.workdir / "trajectories" / "annotated"
+  place = own if own.exists() or not run.config.start else epath.Path(run.config.start) / "trajectories" / "annotated"
+  return load_trajectories(str(place))

@@ -20,6 +20,7 @@ import numpy as np
 from seed_jax import sharding
 from seed_jax.advantages import group_advantages
 from seed_jax.score import Context
+from seed_jax.step_advantages import anchor_ids
 from seed_jax.trajectory import Trajectory
 from seed_jax.update import Batch
 
@@ -40,6 +41,7 @@ class Sample:
   logprobs: np.ndarray  # float32[r], the sampler's
   skill_tokens: np.ndarray | None = None  # int32[m]
   skill_index: np.ndarray | None = None  # int32[r]
+  episode: int = 0  # which of the trajectories it comes from
 
   @property
   def needs(self) -> tuple[int, int, int]:
@@ -97,31 +99,58 @@ def turn_advantages(
   normalize: str = "mean_std",
   per_step: bool = True,
   advantage: Callable = group_advantages,
+  step_advantage: Callable | None = None,
+  step_weight: float = 1.0,
+  gamma: float = 0.95,
   num_groups: int = 0,
   num_turns: int = 0,
 ) -> list[np.ndarray]:
   """Group-relative advantage of every turn, float32[turns] per trajectory.
 
   per_step=True takes mean and deviation over all turns of the group (official code); False weighs each episode once
-  (paper). Episodes whose environment failed are left out of the statistics and get 0. `num_groups` and `num_turns` are
-  what there can be at most: with them the compiled shape is always the same.
+  (paper). With `step_advantage` the credit of single steps is added, `step_weight` times: their returns, discounted by
+  `gamma`, against those of the group's other steps from the same observation (GiGPO). Episodes whose environment failed
+  are left out of the statistics and get 0. `num_groups` and `num_turns` are what there can be at most: with them the
+  compiled shape is always the same.
   """
   scores = turn_scores(trajectories, reward_scale=reward_scale, invalid_penalty=invalid_penalty)
   groups = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
-  ids = [np.full(len(s), groups[t.group], np.int32) for s, t in zip(scores, trajectories, strict=True)]
-  weights = [
-    np.full(len(s), 0.0 if t.error else 1.0 if per_step else 1.0 / max(len(s), 1), np.float32)
-    for s, t in zip(scores, trajectories, strict=True)
-  ]
-  none = np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros(0, np.float32)  # without an episode
-  flat = [np.concatenate([n, *x]) for n, x in zip(none, (scores, ids, weights), strict=True)]
-  power = 1 << max(len(flat[0]) - 1, 0).bit_length()  # without a bound a power of two: few compiled shapes
-  fill = (num_turns if num_turns >= len(flat[0]) else power) - len(flat[0])  # fill has weight 0
-  values, group, weight = np.pad(flat[0], (0, fill)), np.pad(flat[1], (0, fill)), np.pad(flat[2], (0, fill))
-  flat_advantages = np.asarray(
-    advantage(values, group, num_groups=max(len(groups), num_groups), normalize=normalize, weights=weight)
-  )
-  return np.split(flat_advantages[: len(flat[0])], np.cumsum([len(s) for s in scores[:-1]], dtype=int))[: len(scores)]
+  count = sum(map(len, scores))
+  # without a bound a power of two: few compiled shapes
+  room = num_turns if num_turns >= count else 1 << max(count - 1, 0).bit_length()
+
+  def flat(parts, dtype):  # fill has weight 0
+    joined = np.concatenate([np.zeros(0), *parts]).astype(dtype)
+    return np.pad(joined, (0, room - count))
+
+  def each(value):
+    return flat([np.full(len(s), value(s, t)) for s, t in zip(scores, trajectories, strict=True)], np.float32)
+
+  weights = each(lambda s, t: 0.0 if t.error else 1.0 if per_step else 1.0 / max(len(s), 1))
+  ids = each(lambda s, t: groups[t.group]).astype(np.int32)
+  at_most = max(len(groups), num_groups)
+  total = advantage(flat(scores, np.float32), ids, num_groups=at_most, normalize=normalize, weights=weights)
+  if step_advantage is not None:
+    rewards = [
+      np.asarray([reward_scale * turn.reward - invalid_penalty * (not turn.valid) for turn in t.turns], np.float32)
+      for t in trajectories
+    ]
+    seen = [turn.observation for t in trajectories for turn in t.turns]
+    anchors = np.pad(anchor_ids(seen, ids[:count]), (0, room - count))
+    returns = flat([_discounted(r, gamma) for r in rewards], np.float32)
+    counted = each(lambda s, t: float(not t.error))
+    total = total + step_weight * step_advantage(
+      returns, anchors, num_groups=room, normalize=normalize, weights=counted
+    )
+  ends = np.cumsum([len(s) for s in scores[:-1]], dtype=int)
+  return np.split(np.asarray(total)[:count], ends)[: len(scores)]
+
+
+def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+  out, later = np.zeros_like(rewards), 0.0
+  for i in range(len(rewards) - 1, -1, -1):
+    out[i] = later = rewards[i] + gamma * later
+  return out
 
 
 def episode_samples(
@@ -136,7 +165,7 @@ def episode_samples(
   the contexts.
   """
   samples = []
-  for trajectory, advantage in zip(trajectories, advantages, strict=True):
+  for number, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
     if trajectory.error or not trajectory.turns:
       continue
     turns = range(trajectory.length)
@@ -161,6 +190,7 @@ def episode_samples(
           logprobs=np.concatenate([t.logprobs for t in chosen]),
           skill_tokens=skill[0],
           skill_index=skill[1],
+          episode=number,
         )
       )
   return samples
@@ -231,24 +261,71 @@ def to_batches(
   mesh: jax.sharding.Mesh,
   *,
   skills: bool,
+  sequences: bool = False,
+  transform_coef: float | None = None,
   micro_batches: int = MICRO_BATCHES,
   place: Callable = pack,
 ) -> list[Batch]:
   """Batches on the mesh, each of M = `micro_batches` micro-batches of one row shape; as many as are needed, and an
-  empty one where there is no sample at all. skills=False builds no skill context.
+  empty one where there is no sample at all. skills=False builds no skill context; `sequences` numbers the samples of a
+  row, for losses that count sequences; `transform_coef` is the strength of the method's transform of advantages.
 
   `place(samples, shapes)` gives the rows by shape.
   """
-  batches = []
-  for shape, rows in place(samples, shapes).items():
-    most = micro_batches * shape.rows
-    batches += [_batch(rows[at : at + most], shape, mesh, skills, micro_batches) for at in range(0, len(rows), most)]
-  return batches or [empty_batch(min(shapes, key=lambda s: s.length), mesh, skills=skills, micro_batches=micro_batches)]
+  parts = _parts(samples, shapes, micro_batches, place) or [(min(shapes, key=lambda s: s.length), [])]
+  options = skills, sequences, transform_coef, micro_batches
+  return [_batch(rows, shape, mesh, *options) for shape, rows in parts]
 
 
-def empty_batch(shape: RowShape, mesh: jax.sharding.Mesh, *, skills: bool, micro_batches: int = MICRO_BATCHES) -> Batch:
+def empty_batch(
+  shape: RowShape,
+  mesh: jax.sharding.Mesh,
+  *,
+  skills: bool,
+  sequences: bool = False,
+  transform_coef: float | None = None,
+  micro_batches: int = MICRO_BATCHES,
+) -> Batch:
   """A batch of that row shape with nothing in it: what a program can be compiled for before there is a sample."""
-  return _batch([], shape, mesh, skills, micro_batches)
+  return _batch([], shape, mesh, skills, sequences, transform_coef, micro_batches)
+
+
+def token_grids(
+  samples: Sequence[Sample],
+  shapes: Sequence[RowShape],
+  field: Callable[[Sample], np.ndarray],
+  *,
+  micro_batches: int = MICRO_BATCHES,
+  place: Callable = pack,
+) -> list[np.ndarray]:
+  """Arrays [M, B, R] of int32 `field(sample)` [r] of every response token, laid out as `to_batches` lays out the same
+  samples: what the host wants to know of a token, and the device does not.
+  """
+  parts = _parts(samples, shapes, micro_batches, place)
+  return [_grid(rows, shape, field, shape.responses, np.int32, micro_batches) for shape, rows in parts]
+
+
+def _parts(samples, shapes, micro_batches, place):
+  """(row shape, rows) of every batch."""
+  return [
+    (shape, rows[at : at + micro_batches * shape.rows])
+    for shape, rows in place(samples, shapes).items()
+    for at in range(0, len(rows), micro_batches * shape.rows)
+  ]
+
+
+def _grid(rows, shape, field, width, dtype, M):
+  """`field` of the samples of every row, end to end, as [M, B, width]; 0 where there is none."""
+  return _fill(rows, shape, lambda row: np.concatenate([field(s) for s in row]), width, dtype, M)
+
+
+def _fill(rows, shape, flat_of, width, dtype, M):
+  out = np.zeros((M * shape.rows, width), dtype)
+  for line, row in zip(out, rows, strict=False):
+    if row:
+      flat = flat_of(row)
+      line[: len(flat)] = flat
+  return out.reshape(M, shape.rows, width)
 
 
 def row_fill(samples: Sequence[Sample], batches: Sequence[Batch]) -> float:
@@ -257,21 +334,15 @@ def row_fill(samples: Sequence[Sample], batches: Sequence[Batch]) -> float:
   return sum(len(s.tokens) for s in samples) / max(columns, 1)
 
 
-def _batch(rows, shape, mesh, skills, M) -> Batch:
+def _batch(rows, shape, mesh, skills, sequences, transform_coef, M) -> Batch:
   count = -(-len(rows) // shape.rows)
   with_skill = sum(any(s.skill_tokens is not None for s in row) for row in rows)  # these come first
-  rows = rows + [[]] * (M * shape.rows - len(rows))
 
-  def grid(rows_of, width, dtype):
-    out = np.zeros((M * shape.rows, width), dtype)
-    for line, row in zip(out, rows, strict=True):
-      if row:
-        flat = rows_of(row)
-        line[: len(flat)] = flat
-    return out.reshape(M, shape.rows, width)
+  def grid(flat_of, width, dtype):
+    return _fill(rows, shape, flat_of, width, dtype, M)
 
   def per_token(field, dtype):
-    return grid(lambda row: np.concatenate([field(s) for s in row]), shape.responses, dtype)
+    return _grid(rows, shape, field, shape.responses, dtype, M)
 
   arrays = dict(
     ordinary=_context(grid, shape.room[0], shape.responses, lambda s: (s.tokens, s.index)),
@@ -281,9 +352,16 @@ def _batch(rows, shape, mesh, skills, M) -> Batch:
     skill_mask=per_token(lambda s: np.full(len(s.targets), s.skill_tokens is not None), np.float32),
     advantages=per_token(lambda s: s.advantages, np.float32),
     sampler_logprobs=per_token(lambda s: s.logprobs, np.float32),
+    sequence_ids=grid(_sequence_numbers, shape.responses, np.int32) if sequences else None,
   )
-  counts = dict(count=np.int32(count), skill_count=np.int32(-(-with_skill // shape.rows)))
-  return Batch(**sharding.put_rows(arrays, mesh, axis=1), **sharding.put_replicated(counts, mesh))
+  scalars = dict(count=np.int32(count), skill_count=np.int32(-(-with_skill // shape.rows)))
+  if transform_coef is not None:
+    scalars["transform_coef"] = np.float32(transform_coef)
+  return Batch(**sharding.put_rows(arrays, mesh, axis=1), **sharding.put_replicated(scalars, mesh))
+
+
+def _sequence_numbers(row):
+  return np.concatenate([np.full(len(s.targets), i) for i, s in enumerate(row)])
 
 
 def _context(grid, length, responses, side) -> Context:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from envs.pool import Pool
 from envs.protocol import Task
@@ -45,11 +45,18 @@ class Curve:
   """
 
   def __init__(
-    self, run: Run, training: Sequence[Task], resume: int = 0, counts: Mapping[str, float] | None = None
+    self,
+    run: Run,
+    training: Sequence[Task],
+    resume: int = 0,
+    counts: Mapping[str, float] | None = None,
+    *,
+    skill: str | Callable = "",
   ) -> None:
     """Opens the curve at iteration `resume`: later rows go, they will be measured again. `counts` is what `counts` held
-    at that iteration.
+    at that iteration. `skill` is what the prompts hold (`rollout.Episode`): nothing, but for methods that say so.
     """
+    self._skill = skill
     self.panel = run.config.train.panel
     self.counts = dict.fromkeys(COUNTED, 0) | dict(counts or {})
     self.seconds = 0.0  # of the panels that this process played
@@ -82,7 +89,9 @@ class Curve:
     started = time.monotonic()
     engine.set_params(params)
     episodes = [
-      Episode(task, group, member) for group, task in enumerate(self._tasks) for member in range(self.panel.samples)
+      Episode(task, group, member, self._skill)
+      for group, task in enumerate(self._tasks)
+      for member in range(self.panel.samples)
     ]
     trajectories = self._run.play(
       engine, pool, episodes, iteration=KEYS + iteration, temperature=self.panel.temperature

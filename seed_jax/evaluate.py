@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+from seed_jax import methods
 from seed_jax.intervals import summarize
 from seed_jax.mechanism import run_mechanism
 from seed_jax.metrics import progress, say
 from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
+from seed_jax.skill_branch import shown
 
 
 def run_evaluate(run: Run) -> dict:
@@ -34,7 +36,7 @@ def run_evaluate(run: Run) -> dict:
 
 def evaluate_policy(run: Run, name: str) -> dict:
   """Success of one policy on the panel, `samples` episodes a task at the evaluation temperature, no skill in any
-  prompt.
+  prompt (but for the methods of which that is a part: a library's).
   """
   e = run.config.evaluate
   model, params = run.load_policy(name)
@@ -42,7 +44,10 @@ def evaluate_policy(run: Run, name: str) -> dict:
   engine.set_params(params)
   panel = run.panel()
   also = [task for split, count in e.get("also", ()) for task in run.benchmark.tasks(split, count, e.seed)]
-  episodes = [Episode(task, group, member) for group, task in enumerate(panel + also) for member in range(e.samples)]
+  skill = shown(run, methods.get(run.config.method).in_evaluation)
+  episodes = [
+    Episode(task, group, member, skill) for group, task in enumerate(panel + also) for member in range(e.samples)
+  ]
   with (
     run.pool(len(episodes)) as pool,
     progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,

@@ -31,7 +31,7 @@ from seed_jax import batching, score
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
-from seed_jax.update import Batch, LossConfig, Pieces, TrainState, Update
+from seed_jax.update import Batch, LossConfig, MethodLoss, Pieces, TrainState, Update
 
 RESCORE = ("iteration", "minibatch")
 
@@ -54,6 +54,13 @@ class Scoring:
       raise ValueError(
         f"rescore={self.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)"
       )
+
+  @property
+  def batch_options(self) -> dict:
+    """What `batching.to_batches` must put into a batch for this loss: structure, the same in every iteration."""
+    loss = MethodLoss(self.method, self.loss)
+    coef = None if self.method.transform is None else self.loss.transform_coef
+    return dict(skills=self.method.needs_skills, sequences=loss.counts_sequences, transform_coef=coef)
 
 
 def mini_batches(samples: Sequence[Sample], count: int, seed: int) -> list[list[Sample]]:
@@ -118,6 +125,28 @@ def updates(
   return state, {name: float(reduce([u[name] for u in taken])) for name, reduce in over.items()}
 
 
+def skill_pairs(
+  minibatches: Sequence[Sequence[Batch]], parts: Sequence[Sequence[Sample]], shapes: Sequence[RowShape]
+) -> dict[str, np.ndarray]:
+  """Both log-probabilities of every token with a skill in scored mini-batches, [1, tokens], and the episode it is of:
+  `skill_quality.gain_by_episode`'s arguments. `parts` are the samples of the mini-batches; `logprobs` the sampler's.
+  """
+  found: dict[str, list] = {"logprobs": [], "skill_logprobs": [], "mask": [], "episode": []}
+  for batches, samples in zip(minibatches, parts, strict=True):
+    grids = batching.token_grids(samples, shapes, lambda s: np.full(len(s.targets), s.episode))
+    for batch, episode in zip(batches, grids, strict=False):  # no sample at all: one batch and no grid
+      mask, skill_mask, ordinary, skill = jax.device_get(
+        (batch.mask, batch.skill_mask, batch.sampler_logprobs, batch.skill_logprobs)
+      )
+      counted = mask * skill_mask > 0
+      for name, values in (("logprobs", ordinary), ("skill_logprobs", skill), ("mask", counted), ("episode", episode)):
+        found[name].append(values[counted])
+  return {
+    name: np.concatenate([[], *values])[None].astype(np.int32 if name == "episode" else np.float32)
+    for name, values in found.items()
+  }
+
+
 def programs(
   step: Update,
   state: TrainState,
@@ -133,7 +162,7 @@ def programs(
   """
 
   def warm(shape, first):
-    empty = batching.empty_batch(shape, mesh, skills=scoring.method.needs_skills)
+    empty = batching.empty_batch(shape, mesh, **scoring.batch_options)
     batch = scored(empty, state.params, reference, scoring, first=first)
     if not first and scoring.rescore == "minibatch" and scoring.method.needs_skills:
       batch = rescored(batch, state.params, scoring)

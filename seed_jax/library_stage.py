@@ -15,9 +15,8 @@ FILE = "library.json"  # by its name also the mark that the stage is done: a lib
 
 
 def run_library(run: Run) -> dict:
-  """Builds DIR/library.json from trajectories/annotated, with the options of config.library where there are any."""
-  options = run.config.get("library", {})
-  built = build_library(load_annotated(run), **dict(options))
+  """Builds DIR/library.json from trajectories/annotated, with the options config.library.build."""
+  built = build_library(load_annotated(run), **run.config.library.build.to_dict())
   if not len(built):
     raise ConfigError(f"no annotated episode of {run.workdir} has a skill and an outcome; there is nothing to collect")
   library.save(run.workdir / FILE, built)

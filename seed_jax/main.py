@@ -77,7 +77,8 @@ def work(values: flags.FlagValues) -> None:
 
 def stage_function(stage: str):
   """`run_<stage>` of `seed_jax.<stage>`; a stage imports what it needs only when it runs."""
-  return getattr(importlib.import_module(f"seed_jax.{stage}"), f"run_{stage}")
+  module = "library_stage" if stage == "library" else stage  # library.py is the data
+  return getattr(importlib.import_module(f"seed_jax.{module}"), f"run_{stage}")
 
 
 # ---------------------------------------------------------------- the command line

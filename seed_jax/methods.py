@@ -300,6 +300,7 @@ _TABLE = (
     "DAPO, arXiv:2503.14476: clip 0.2 / 0.28, token mean, no KL, groups of equal returns left out; [R] the overlong "
     "penalty is not here",
     group_filter=unequal_groups,
+    settings=(("train.max_generations", 10),),
     loss_clip_high=0.28,
     loss_kl_coef=0.0,
   ),

@@ -24,13 +24,17 @@ ACT, ANALYZE = 0, 1  # purposes, the last coordinate of a sampling key
 @dataclasses.dataclass(frozen=True)
 class Episode:
   """What to play: a task, the place in its group, and a skill that is shown to the policy ("" for the ordinary
-  context).
+  context), or a function of the trajectory, whose `task` and `family` are known when its first prompt is made.
   """
 
   task: Task
   group: int
   member: int = 0
-  skill: str = ""
+  skill: str | Callable[[Trajectory], str] = ""
+
+  def text(self, trajectory: Trajectory) -> str:
+    """The skill that is shown."""
+    return self.skill(trajectory) if callable(self.skill) else self.skill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Setting:
   max_steps: int = 20
   max_prompt: int = 2048  # tokens of a prompt; longer ones lose their oldest history, never the task line
   skill_block: str | Callable[[str], str] | None = None  # how an inserted skill looks; None is skills.py's own
+  prepare: Callable[[str], str] | None = None  # of a skill's text; None makes one line of it
 
 
 class Prompter:
@@ -66,7 +71,7 @@ class Prompter:
       return self.tokenizer.following(prompt, ended=ended)
     if skill:
       block = {} if self.setting.skill_block is None else {"block": self.setting.skill_block}
-      prompt = insert_skill(prompt, skill, **block)
+      prompt = insert_skill(prompt, skill, prepare=self.setting.prepare, **block)
     return self.tokenizer.first(truncate_prompt(self.tokenizer, prompt, self.setting.max_prompt))
 
   def skill_tokens(self, trajectory: Trajectory, step: int) -> list[int] | None:
@@ -219,7 +224,7 @@ class _Player:
     step, transcript = trajectory.length, self.prompter.setting.mode == "transcript"
     run.prompt = self.prompter.text(trajectory, run.observation, run.admissible)
     ended = not step or int(trajectory.turns[-1].response_ids[-1]) in self.prompter.tokenizer.stop_ids
-    run.ids = self.prompter.tokens(run.prompt, step, run.episode.skill, ended=ended)
+    run.ids = self.prompter.tokens(run.prompt, step, run.episode.text(run.trajectory), ended=ended)
     name, fresh = (ACT, environment), not step or not transcript
     if self.engine.room(name, fresh=fresh) < len(run.ids) + 1:
       self._finish(environment, truncated=True)  # the conversation has outgrown its slot: it ends here, unsuccessful

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import envs
 from envs.pool import Pool
 from envs.protocol import Task
-from seed_jax import decode, methods, sharding, skills, text
+from seed_jax import decode, library, methods, sharding, skills, text
 from seed_jax.batching import RowShape
 from seed_jax.engine import Engine
 from seed_jax.metrics import read_json, write_json
@@ -29,7 +29,7 @@ from seed_jax.trajectory import MODES, Trajectory
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
 ASKS = ("message", "turn")  # how the policy is asked for the analysis of an episode
-EXTRA_STAGES = ("compare",)  # run where they are asked for
+EXTRA_STAGES = ("library", "compare")  # run where they are asked for
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
 START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # what such runs have in common
 
@@ -116,9 +116,13 @@ class Run:
     if stage == "train":
       start = self.config.train.start_from or ("sft" if methods.get(self.config.method).needs_sft else "base")
       return (start,)
-    return {"collect": ("base",), "annotate": ("collect",), "sft": ("annotate",), "evaluate": ("train", "sft")}.get(
-      stage, ()
-    )
+    return {
+      "collect": ("base",),
+      "annotate": ("collect",),
+      "sft": ("annotate",),
+      "library": ("annotate",),
+      "evaluate": ("train", "sft"),
+    }.get(stage, ())
 
   def headline(self, config_path: str, stages: Sequence[str], left: Sequence[str]) -> str:
     """What this command is about to do, in one line."""
@@ -189,7 +193,15 @@ class Run:
   def setting(self) -> Setting:
     r = self.config.rollout
     block = getattr(self.benchmark, "skill_block", None)
-    return Setting(mode=r.mode, history=r.history, max_steps=r.max_steps, max_prompt=r.max_prompt, skill_block=block)
+    lines = methods.get(self.config.method).skill_source == "library" and self.config.library.render != "compact"
+    return Setting(
+      mode=r.mode,
+      history=r.history,
+      max_steps=r.max_steps,
+      max_prompt=r.max_prompt,
+      skill_block=block,
+      prepare=library.tidy if lines else None,  # a skill is one line, a library's text may have many
+    )
 
   @functools.cached_property
   def prompter(self) -> Prompter:

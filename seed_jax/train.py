@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, learn, methods, optimizer, update
+from seed_jax import batching, learn, methods, optimizer, relatives, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
+from seed_jax.skill_branch import SkillBranch, shown
 from seed_jax.update import LossConfig, MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
@@ -65,20 +66,34 @@ def run_train(run: Run) -> dict:
     raise ConfigError(
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
     )
-  curve = Curve(run, pool_of_tasks, first, counts)
+  curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
+  branch = SkillBranch(run, method, params, resume=first)
   engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
-  reading = run.reading() if method.needs_skills else None
   shapes = run.row_shapes(c)
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
 
   def sample(iteration, params, on_idle=None):
+    """Episodes of an iteration; where the method leaves groups out, further ones until there are enough."""
     engine.set_params(params)
-    tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed)
-    episodes = [Episode(task, group, member) for group, task in enumerate(tasks) for member in range(c.group_size)]
-    options = dict(iteration=iteration, reading=reading, on_idle=on_idle)
-    played = timed_play(timer, run.play, engine, pool, episodes, **options)
-    return played, episode_metrics(played) | engine_metrics(engine.take_stats())
+    kept, everything = [], []
+    for key in range(iteration * c.max_generations, (iteration + 1) * c.max_generations):
+      tasks = iteration_tasks(pool_of_tasks, key, c.tasks_per_iteration, run.config.seed)
+      start = len(everything) // c.group_size
+      episodes = [
+        Episode(task, group, member, branch.shown)
+        for group, task in enumerate(tasks, start)
+        for member in range(c.group_size)
+      ]
+      played = timed_play(
+        timer, run.play, engine, pool, episodes, iteration=key, reading=branch.reading, on_idle=on_idle
+      )
+      everything += played
+      kept += played if method.group_filter is None else kept_groups(played, method.group_filter)
+      if len(kept) >= c.tasks_per_iteration * c.group_size:
+        break
+    log = episode_metrics(everything) | engine_metrics(engine.take_stats())
+    return kept[: c.tasks_per_iteration * c.group_size], log | {"episodes_kept": len(kept)}
 
   def seconds_so_far():
     return seconds_before + time.monotonic() - started - curve.seconds
@@ -98,12 +113,17 @@ def run_train(run: Run) -> dict:
       normalize=c.normalize,
       per_step=c.per_step,
       advantage=method.advantage,
+      step_advantage=method.step_advantage,
+      step_weight=c.step_weight,
+      gamma=c.gamma,
       num_groups=c.tasks_per_iteration,
       num_turns=c.tasks_per_iteration * c.group_size * run.config.rollout.max_steps,
     )
 
   engine.set_params(params)
-  learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
+  learning = []
+  if method.trains:
+    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
   warm_up([*engine.programs(), *learning, *others], run)
   del learning  # it holds the state
@@ -117,7 +137,7 @@ def run_train(run: Run) -> dict:
     curve.point(first, engine, pool, state.params)
     if c.async_level and first < c.iterations:
       ahead = sample(first, behaviour)
-    for iteration in range(first, c.iterations):
+    for iteration in range(first, c.iterations if method.trains else 0):
       tick = time.monotonic()
 
       # ---- 1. episodes by the current policy, which reads each one as soon as it has ended and writes its skill
@@ -125,25 +145,31 @@ def run_train(run: Run) -> dict:
         ahead = sample(iteration, state.params)
       trajectories, log = ahead
 
-      # ---- 2. what the answers say
-      if reading:
-        log |= run.parse(trajectories)
+      # ---- 2. what the answers say, or another analyzer's
+      with timer("analysis"):
+        log |= branch.write(trajectories, engine, iteration)
 
       # ---- 3. advantages, samples in both contexts, packed mini-batches
       with timer("batch"), jax.set_mesh(run.mesh):
         advantages = advantages_of(trajectories)
-        samples = batching.episode_samples(
-          trajectories, advantages, run.prompter.skill_tokens if method.needs_skills else lambda *_: None
-        )
+        prompts, texts_log = branch.prompts(trajectories, iteration)
+        samples = batching.episode_samples(trajectories, advantages, prompts)
         samples, log["samples_dropped"] = batching.that_fit(samples, shapes)
         log["tokens_trained"] = sum(len(sample.targets) for sample in samples)
         parts = learn.mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
-        minibatches = [batching.to_batches(part, shapes, run.mesh, skills=method.needs_skills) for part in parts]
+        options = scoring.batch_options
+        if method.transform is not None:
+          decay = dict(start=loss.transform_coef, iterations=loss.transform_decay)
+          options |= dict(transform_coef=relatives.linear_decay(iteration, **decay))
+        minibatches = [batching.to_batches(part, shapes, run.mesh, **options) for part in parts]
+        log |= texts_log
         log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])
 
       # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
       with timer("score"), jax.set_mesh(run.mesh):
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
+      if branch.keeps:
+        log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
 
       # ---- 5. the update; one step ahead, the next episodes are played first, and its programs fill their pauses
       work = Pieces(learn.updates(step_fn, state, minibatches, scoring))
@@ -168,6 +194,9 @@ def run_train(run: Run) -> dict:
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 
+    if not method.trains:
+      curve.point(c.iterations, engine, pool, state.params)
+
   run.save_policy("final", model, state.params)
   keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
   return run.finish("train", _summary(run, method, start_from, seconds_so_far()))
@@ -184,6 +213,15 @@ def iteration_tasks(tasks, iteration: int, count: int, seed: int):
   epoch, place = divmod(iteration, per_epoch)
   order = np.random.default_rng(process_seed(seed, f"task order {epoch}")).permutation(len(tasks))
   return [tasks[i] for i in order[place * count : (place + 1) * count]]
+
+
+def kept_groups(trajectories, group_filter):
+  """The episodes of the groups that `group_filter(returns, group_ids, num_groups=...)` keeps."""
+  numbers = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
+  ids = np.asarray([numbers[t.group] for t in trajectories], np.int32)
+  returns = np.asarray([t.episode_return for t in trajectories], np.float32)
+  keep = np.asarray(group_filter(returns, ids, num_groups=len(numbers)))
+  return [t for t, number in zip(trajectories, ids, strict=True) if keep[number]]
 
 
 def episode_metrics(trajectories) -> dict[str, float]:
