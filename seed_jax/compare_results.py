@@ -193,7 +193,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _points(value: float) -> str:
-  return f"{100 * value:+.1f}".replace("-", "−")
+  return f"{round(100 * value, 1) + 0.0:+.1f}".replace("-", "−")  # no minus before a zero
 
 
 def _number(value: float | None, form: str) -> str:

@@ -86,3 +86,13 @@ def test_smooth_by_hand():
   assert np.isnan(charts.smooth([1, None, None], 2)[2])
   assert np.isnan(charts.smooth([None, math.inf], 1)).all()
   assert (charts.smooth([1e-4] * 100, 10) == 1e-4).all()
+
+
+def test_bands_name_their_series_and_leave_out_what_is_infinite():
+  x, nothing = [0, 10, 20], [math.inf] * 3
+  series = {f"arm {i}": (x, [0.1 * i / 2] * 3, [0.0] * 3, [0.6] * 3) for i in range(8)}
+  series["one $eed"] = (x, [0.2] * 3, [-math.inf] * 3, nothing)
+  svg = charts.bands(series, xlabel="iteration", marks={"grpo, final": 0.5})
+  assert {*series, "grpo, final", "iteration", "100%"} - {"one $eed"} <= set(texts(svg))
+  assert {f"var(--s{i})" for i in range(6)} <= set(re.findall(r"var\(--\w+\)", svg)) and "inf" not in svg
+  assert svg.count("stroke-dasharray") > 2  # the seventh series has the first colour and a broken line

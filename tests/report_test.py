@@ -229,3 +229,11 @@ def test_the_stage_writes_its_file_and_prints_the_table(workdir, capsys):
   out = capsys.readouterr().out
   assert "all tasks" in out and out.splitlines()[-1] == f"report: {workdir / 'report.html'}"
   assert (workdir / "report.json").exists()
+
+
+def test_the_panel_played_during_training_has_its_own_curve(workdir):
+  assert "Success on the panel, no skill" not in page(workdir).text
+  rows = [{"iteration": i, "success": i / 40, "macro": None, "outcomes": {"t": 0.0}} for i in (0, 10, 20)]
+  (workdir / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  text = page(workdir).text
+  assert "Success on the panel, no skill" in text and "success 0 → 0.5" in text
