@@ -53,6 +53,12 @@ def case(number: int) -> dict:
   )
 
 
+def logits(number: int) -> np.ndarray:
+  """Logits [B, T, V] float32 that go with case `number`, V = 17."""
+  groups, members, tokens = SHAPES[number % len(SHAPES)]
+  return np.random.default_rng([7, number]).normal(size=(groups * members, tokens, 17)).astype(np.float32)
+
+
 def cases(count: int = COUNT):
   """The first `count` cases."""
   return (case(number) for number in range(count))

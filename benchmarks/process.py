@@ -11,11 +11,12 @@ import time
 import venv
 from collections.abc import Sequence
 
-from benchmarks.peers import PEERS
+from benchmarks.peers import ORACLES, PEERS
 from benchmarks.timing import say
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 VENVS = ROOT / ".bench"
+INSTALLED = PEERS | ORACLES
 
 # What would make one side of a comparison faster than the other, or either faster than a first start is.
 UNSET = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", "XLA_FLAGS", "PYTHONPATH", "JAX_NUM_CPU_DEVICES")
@@ -26,7 +27,7 @@ class PeerError(RuntimeError):
 
 
 def python_of(peer: str) -> str:
-  """The interpreter of a peer's virtual environment, which is made, with what PEERS says, where there is none.
+  """The interpreter of a peer's virtual environment, which is made, with what INSTALLED says, where there is none.
 
   Raises PeerError where pip fails. "ours" is the interpreter that runs this.
   """
@@ -34,18 +35,18 @@ def python_of(peer: str) -> str:
     return sys.executable
   folder = VENVS / peer
   python, done = folder / "bin" / "python", folder / "installed.txt"
-  wanted = "\n".join(PEERS[peer]) + "\n"
+  wanted = "\n".join(INSTALLED[peer]) + "\n"
   if done.exists() and done.read_text(encoding="utf-8") == wanted:
     return str(python)
-  say(f"  making {folder} ({', '.join(PEERS[peer])}): a few minutes, once")
+  say(f"  making {folder} ({', '.join(INSTALLED[peer])}): a few minutes, once")
   try:
     venv.create(folder, with_pip=True, clear=False)
-    command = [str(python), "-m", "pip", "install", "--quiet", *PEERS[peer]]
+    command = [str(python), "-m", "pip", "install", "--quiet", *INSTALLED[peer]]
     made = subprocess.run(command, capture_output=True, text=True, timeout=3600)
   except (OSError, subprocess.SubprocessError) as error:
     raise PeerError(f"{peer}: no virtual environment in {folder.name}: {error}") from None
   if made.returncode:
-    raise PeerError(f"{peer}: pip could not install {', '.join(PEERS[peer])}: {_last_line(made.stderr)}")
+    raise PeerError(f"{peer}: pip could not install {', '.join(INSTALLED[peer])}: {_last_line(made.stderr)}")
   done.write_text(wanted, encoding="utf-8")
   return str(python)
 

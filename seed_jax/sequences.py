@@ -86,7 +86,7 @@ def token_weights(*, mask, sequence_ids=None, aggregation: str = "token_mean", l
     own = sequence_sums(mask, mask, sequence_ids)
     return jnp.where(own > 0, mask / jnp.where(own > 0, own, 1.0), 0.0)
   if aggregation == "sequence_mean_token_sum_norm":
-    if not length or length <= 0:
+    if length is None or (isinstance(length, (int, float)) and length <= 0):  # it may be traced
       raise ValueError(f"aggregation={aggregation!r} needs aggregation_length above 0 (tokens), got {length}")
     return mask / length
   return mask

@@ -53,8 +53,6 @@ class Batch:
   own_old: jax.Array | None = None
   skill_logprobs: jax.Array | None = None
   ref_logprobs: jax.Array | None = None
-  # [M, B, R] int32, which sample of its row a token is of (`sequences`); needed where the loss counts sequences
-  sequence_ids: jax.Array | None = None
   transform_coef: jax.Array | None = None  # [] float32, where it changes over the run; None: LossConfig's
 
 
@@ -94,17 +92,8 @@ class MethodLoss:
   method: Method
   config: LossConfig
 
-  @property
-  def counts_sequences(self) -> bool:
-    """Whether the loss needs `Batch.sequence_ids`: rows are packed, so that a row is no sequence."""
-    return self.config.aggregation != "token_mean" or self.method.ratios is not losses.token_ratios
-
   def __call__(self, logprobs, entropy, batch, denominators):
     c = self.config
-    if self.counts_sequences and batch.sequence_ids is None:
-      raise ValueError(
-        f"method {self.method.name!r} with aggregation={c.aggregation!r} counts sequences: Batch.sequence_ids is None"
-      )
     old = batch.old_logprobs
     if batch.own_old is not None:
       old = jnp.where(batch.own_old, jax.lax.stop_gradient(logprobs), old)
@@ -134,7 +123,7 @@ class MethodLoss:
       kl_estimator=c.kl_estimator,
       aggregation=c.aggregation,
       aggregation_length=c.aggregation_length,
-      sequence_ids=batch.sequence_ids,
+      sequence_ids=sequence_ids(batch.ordinary),
       denominators=denominators,
       **skill,
     )
@@ -254,11 +243,19 @@ def make_update(
   return Update(config, loss, optimizer, temperature=temperature)
 
 
+def sequence_ids(context: Context) -> jax.Array:
+  """Which sequence of its row a response token is of, [..., B, R] int32 from 0; a sequence is a sample."""
+  pick = lambda segments, index: segments[index] - 1  # noqa: E731
+  for _ in context.index.shape[:-1]:
+    pick = jax.vmap(pick)
+  return pick(context.segment_ids, context.index)
+
+
 def total_counts(batches: Sequence[Batch]) -> dict[str, jax.Array]:
   """Denominators of a mini-batch: sums over all its row shapes (and, the arrays being global, over all hosts)."""
   counts = _no_counts()
   for batch in batches:
-    counts = _add_counts(counts, batch.mask, batch.skill_mask, batch.sequence_ids)
+    counts = _add_counts(counts, batch.mask, batch.skill_mask, batch.ordinary)
   return counts
 
 
@@ -268,6 +265,6 @@ def _no_counts():
 
 
 @jax.jit
-def _add_counts(counts, mask, skill_mask, sequence_ids):
-  counted = losses.token_counts(mask=mask, skill_mask=skill_mask, sequence_ids=sequence_ids)
+def _add_counts(counts, mask, skill_mask, ordinary):
+  counted = losses.token_counts(mask=mask, skill_mask=skill_mask, sequence_ids=sequence_ids(ordinary))
   return jax.tree.map(jnp.add, counts, counted)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from seed_jax import losses, methods
+from seed_jax.score import Context
 from seed_jax.update import Batch, LossConfig, MethodLoss
 
 
@@ -121,10 +122,11 @@ def test_where_texts_are_put():
 
 def run_loss(name, common, skill):
   loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name)))
-  ids = np.zeros(common["mask"].shape, int)
+  rows, tokens = common["mask"].shape
+  each = np.ones((rows, tokens), int)  # a row is one sample
   zero = np.zeros(())
   micro = Batch(
-    ordinary=None,
+    ordinary=Context(tokens=each, positions=each, segment_ids=each, index=each * np.arange(tokens)),
     skill=None,
     targets=None,
     mask=common["mask"],
@@ -136,9 +138,8 @@ def run_loss(name, common, skill):
     old_logprobs=common["old_logprobs"],
     skill_logprobs=skill["skill_logprobs"],
     ref_logprobs=common["ref_logprobs"],
-    sequence_ids=ids,
   )
-  counts = losses.token_counts(mask=micro.mask, skill_mask=micro.skill_mask, sequence_ids=ids)
+  counts = losses.token_counts(mask=micro.mask, skill_mask=micro.skill_mask)
   return lambda x: loss(x, None, micro, counts)
 
 
@@ -185,16 +186,3 @@ def test_named_methods_by_hand(name):
   common, skill = batch()
   loss, _ = run_loss(name, common, skill)(common["logprobs"])
   np.testing.assert_allclose(loss, by_hand(name, common, skill), rtol=1e-5, atol=1e-7)
-
-
-def test_losses_of_sequences_need_their_ids():
-  common, skill = batch()
-  for name in ("gspo", "dr_grpo"):
-    loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name)))
-    assert loss.counts_sequences
-    micro = jax.tree.map(lambda x: x, Batch(*[None] * 9))
-    with pytest.raises(
-      ValueError, match=f"method '{name}' with aggregation='sequence_mean.*Batch.sequence_ids is None"
-    ):
-      loss(common["logprobs"], None, micro, {})
-  assert not MethodLoss(methods.get("seed"), LossConfig()).counts_sequences

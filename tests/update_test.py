@@ -81,16 +81,16 @@ def test_empty_rows_and_padding_have_no_mask():
   assert active == sum(len(s.targets) for s in some if s.skill_tokens is not None)
 
 
-def one_step(params, some, mesh, shapes=SHAPES, method="seed", optimizer=None):
+def one_step(params, some, mesh, shapes=SHAPES, method="seed", optimizer=None, config=LOSS):
   optimizer = optimizer or optax.sgd(1.0)
-  step = update.make_update(CONFIG, MethodLoss(methods.get(method), LOSS), optimizer, temperature=LOSS.temperature)
+  step = update.make_update(CONFIG, MethodLoss(methods.get(method), config), optimizer, temperature=LOSS.temperature)
   with jax.set_mesh(mesh):
     state = update.init_state(sharding.put_params(params, mesh), optimizer)
     return step(state, scored_batches(params, some, mesh, shapes))
 
 
-def gradient(params, some, mesh, shapes=SHAPES, method="seed"):
-  new, metrics = one_step(params, some, mesh, shapes, method)
+def gradient(params, some, mesh, shapes=SHAPES, method="seed", config=LOSS):
+  new, metrics = one_step(params, some, mesh, shapes, method, config=config)
   return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, new.params), {
     k: float(v) for k, v in metrics.items()
   }
@@ -160,6 +160,48 @@ def test_micro_batches_and_row_lengths_do_not_change_the_gradient(params):
   wide = gradient(params, samples(), sharding.make_mesh(), (RowShape(64, 48, 16),))[0]
   narrow = gradient(params, samples(), sharding.make_mesh(), (RowShape(20, 12, 1), RowShape(30, 16, 2)))[0]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), wide, narrow)
+
+
+@pytest.mark.parametrize("method", ["gspo", "dr_grpo"])
+def test_losses_of_sequences_do_not_depend_on_how_samples_are_packed(params, method):
+  # clip wide enough that some ratios are inside, and a row of the first shape holds several samples
+  changes = methods.loss_settings(method) | dict(clip_low=0.2, clip_high=0.2, kl_coef=0.05)
+  config = dataclasses.replace(LOSS, **changes)
+  alone = (RowShape(48, 32, 8),)
+  results = []
+  for mesh, shapes, place in (
+    (sharding.make_mesh(), alone, batching.one_per_row),
+    (sharding.make_mesh(), (RowShape(64, 48, 4),), batching.pack),
+    (sharding.make_mesh(2, 2, 2), SHAPES, batching.pack),
+  ):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(batching.to_batches, "__kwdefaults__", batching.to_batches.__kwdefaults__ | dict(place=place))
+      results.append(gradient(params, samples(), mesh, shapes, method, config))
+  for got, metrics in results[1:]:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, results[0][0])
+    for name, value in metrics.items():
+      assert value == pytest.approx(results[0][1][name], rel=1e-5, abs=1e-5), name
+  assert results[0][1]["grad_norm"] > 0
+
+
+def test_a_transforms_strength_may_change_over_the_run(params):
+  mesh = sharding.make_mesh()
+  step = update.make_update(
+    CONFIG,
+    MethodLoss(methods.get("rlsd"), dataclasses.replace(LOSS, transform_coef=0.5)),
+    optax.sgd(1.0),
+    temperature=LOSS.temperature,
+  )
+  with jax.set_mesh(mesh):
+    batches = scored_batches(params, samples(), mesh)
+    losses_of = {}
+    for coef in (None, 0.5, 0.0):
+      traced = [b if coef is None else b.replace(transform_coef=jnp.float32(coef)) for b in batches]
+      _, metrics = step(update.init_state(sharding.put_params(params, mesh), optax.sgd(1.0)), traced)
+      losses_of[coef] = float(metrics["pg_loss"])
+  grpo = gradient(params, samples(), mesh, method="grpo")[1]["pg_loss"]
+  assert losses_of[None] == losses_of[0.5] != losses_of[0.0]
+  assert losses_of[0.0] == pytest.approx(grpo, abs=1e-6)
 
 
 def test_state_keeps_the_specs_of_the_parameters(params):
