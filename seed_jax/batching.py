@@ -261,19 +261,18 @@ def to_batches(
   mesh: jax.sharding.Mesh,
   *,
   skills: bool,
-  sequences: bool = False,
   transform_coef: float | None = None,
   micro_batches: int = MICRO_BATCHES,
   place: Callable = pack,
 ) -> list[Batch]:
   """Batches on the mesh, each of M = `micro_batches` micro-batches of one row shape; as many as are needed, and an
-  empty one where there is no sample at all. skills=False builds no skill context; `sequences` numbers the samples of a
-  row, for losses that count sequences; `transform_coef` is the strength of the method's transform of advantages.
+  empty one where there is no sample at all. skills=False builds no skill context; `transform_coef` is the strength
+  of the method's transform of advantages.
 
   `place(samples, shapes)` gives the rows by shape.
   """
   parts = _parts(samples, shapes, micro_batches, place) or [(min(shapes, key=lambda s: s.length), [])]
-  options = skills, sequences, transform_coef, micro_batches
+  options = skills, transform_coef, micro_batches
   return [_batch(rows, shape, mesh, *options) for shape, rows in parts]
 
 
@@ -282,12 +281,11 @@ def empty_batch(
   mesh: jax.sharding.Mesh,
   *,
   skills: bool,
-  sequences: bool = False,
   transform_coef: float | None = None,
   micro_batches: int = MICRO_BATCHES,
 ) -> Batch:
   """A batch of that row shape with nothing in it: what a program can be compiled for before there is a sample."""
-  return _batch([], shape, mesh, skills, sequences, transform_coef, micro_batches)
+  return _batch([], shape, mesh, skills, transform_coef, micro_batches)
 
 
 def token_grids(
@@ -334,7 +332,7 @@ def row_fill(samples: Sequence[Sample], batches: Sequence[Batch]) -> float:
   return sum(len(s.tokens) for s in samples) / max(columns, 1)
 
 
-def _batch(rows, shape, mesh, skills, sequences, transform_coef, M) -> Batch:
+def _batch(rows, shape, mesh, skills, transform_coef, M) -> Batch:
   count = -(-len(rows) // shape.rows)
   with_skill = sum(any(s.skill_tokens is not None for s in row) for row in rows)  # these come first
 
@@ -352,16 +350,11 @@ def _batch(rows, shape, mesh, skills, sequences, transform_coef, M) -> Batch:
     skill_mask=per_token(lambda s: np.full(len(s.targets), s.skill_tokens is not None), np.float32),
     advantages=per_token(lambda s: s.advantages, np.float32),
     sampler_logprobs=per_token(lambda s: s.logprobs, np.float32),
-    sequence_ids=grid(_sequence_numbers, shape.responses, np.int32) if sequences else None,
   )
   scalars = dict(count=np.int32(count), skill_count=np.int32(-(-with_skill // shape.rows)))
   if transform_coef is not None:
     scalars["transform_coef"] = np.float32(transform_coef)
   return Batch(**sharding.put_rows(arrays, mesh, axis=1), **sharding.put_replicated(scalars, mesh))
-
-
-def _sequence_numbers(row):
-  return np.concatenate([np.full(len(s.targets), i) for i, s in enumerate(row)])
 
 
 def _context(grid, length, responses, side) -> Context:

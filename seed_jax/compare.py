@@ -109,6 +109,11 @@ def plan(run: Run) -> tuple[list[Arm], list[int]]:
     raise ConfigError(f"config.compare.seeds={tuple(seeds)}: name at least one seed, each once; example: (0, 1, 2)")
   if run.config.start:
     raise ConfigError("config.start must be empty: the stage compare makes the start of every seed itself")
+  if methods.settings(run.config.method):
+    raise ConfigError(
+      f"the config is that of {run.config.method}, whose own settings the other arms would get too; begin from a "
+      "method without any, such as seed, and name it in config.compare.methods"
+    )
   if panel_every(run.config) < 1:
     raise ConfigError("config.compare.every=0 and config.train.panel.every=0: a comparison needs a learning curve")
   arms = read_arms(run.config)
@@ -183,6 +188,7 @@ def arm_run(run: Run, arm: Arm, seed: int) -> Run:
   folder = run.workdir / "compare" / f"seed{seed}"
   config.start = str(folder / "start")
   config.train.panel.every = panel_every(config)
+  config.update_from_flattened_dict(methods.settings(arm.method))
   _override(config, arm)
   del config.compare
   return Run(config, folder / arm.folder, plain=run.plain)

@@ -31,7 +31,7 @@ from seed_jax import batching, score
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
-from seed_jax.update import Batch, LossConfig, MethodLoss, Pieces, TrainState, Update
+from seed_jax.update import Batch, LossConfig, Pieces, TrainState, Update
 
 RESCORE = ("iteration", "minibatch")
 
@@ -58,9 +58,8 @@ class Scoring:
   @property
   def batch_options(self) -> dict:
     """What `batching.to_batches` must put into a batch for this loss: structure, the same in every iteration."""
-    loss = MethodLoss(self.method, self.loss)
     coef = None if self.method.transform is None else self.loss.transform_coef
-    return dict(skills=self.method.needs_skills, sequences=loss.counts_sequences, transform_coef=coef)
+    return dict(skills=self.method.needs_skills, transform_coef=coef)
 
 
 def mini_batches(samples: Sequence[Sample], count: int, seed: int) -> list[list[Sample]]:
