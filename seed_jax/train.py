@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, learn, methods, optimizer, relatives, update
+from seed_jax import batching, credit, learn, methods, optimizer, relatives, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
@@ -106,7 +106,7 @@ def run_train(run: Run) -> dict:
     return call
 
   def advantages_of(trajectories):
-    return batching.turn_advantages(
+    return credit.turn_advantages(
       trajectories,
       reward_scale=c.reward_scale,
       invalid_penalty=c.invalid_penalty,

@@ -1,111 +1,11 @@
 """Trajectories to samples to rows: advantages by hand, the pair's columns, and what fits."""
 
-import math
-
 import numpy as np
 import pytest
+from turn_cases import trajectory, turn
 
 from seed_jax import batching, sharding
 from seed_jax.batching import RowShape
-from seed_jax.trajectory import Trajectory, Turn
-
-
-def turn(prompt, response, *, valid=True, logprob=-0.5):
-  ids = np.asarray(response, np.int32)
-  logprobs = np.full(len(ids), logprob, np.float32)
-  return Turn("o", (), "p", np.asarray(prompt, np.int32), ids, logprobs, "r", "a", valid, 0.0)
-
-
-def trajectory(turns, *, group=0, member=0, reward=0.0, mode="transcript", error=""):
-  return Trajectory(
-    "id",
-    "pick",
-    "task",
-    mode,
-    group,
-    member,
-    turns,
-    won=reward > 0,
-    episode_return=reward,
-    truncated=False,
-    error=error,
-  )
-
-
-# One group: an episode of return 1 with a valid and an invalid turn, and one of return 0 with one turn.
-PAIR = [
-  trajectory([turn([1], [2]), turn([1], [2], valid=False)], reward=1.0),
-  trajectory([turn([1], [2])], member=1),
-]
-
-
-def test_scores_scale_the_return_and_punish_the_invalid_turn_alone():
-  first, second = batching.turn_scores(PAIR, reward_scale=10.0, invalid_penalty=1.0)
-  assert first.tolist() == [10.0, 9.0] and second.tolist() == [0.0]
-
-
-def test_advantages_over_all_turns_of_a_group():
-  # 10, 9, 0: mean 19/3, deviations 11/3, 8/3, -19/3, variance (121 + 64 + 361) / 9 / 2 = 91/3
-  first, second = batching.turn_advantages(PAIR, reward_scale=10.0, invalid_penalty=1.0, per_step=True)
-  deviation = math.sqrt(91 / 3)
-  np.testing.assert_allclose(first, [11 / 3 / deviation, 8 / 3 / deviation], rtol=1e-5)
-  np.testing.assert_allclose(second, [-19 / 3 / deviation], rtol=1e-5)
-
-
-def test_advantages_that_weigh_each_episode_once():
-  # the long episode's turns weigh 1/2 each: mean (9.5 + 0) / 2 = 4.75, variance ((5.25^2 + 4.25^2) / 2 + 4.75^2) / 1
-  first, second = batching.turn_advantages(PAIR, reward_scale=10.0, invalid_penalty=1.0, per_step=False)
-  deviation = math.sqrt((5.25**2 + 4.25**2) / 2 + 4.75**2)
-  np.testing.assert_allclose(first, [5.25 / deviation, 4.25 / deviation], rtol=1e-5)
-  np.testing.assert_allclose(second, [-4.75 / deviation], rtol=1e-5)
-
-
-def test_advantages_without_division():
-  first, second = batching.turn_advantages(
-    PAIR, reward_scale=10.0, invalid_penalty=0.0, normalize="mean", per_step=False
-  )
-  np.testing.assert_allclose([*first, *second], [5.0, 5.0, -5.0], rtol=1e-6)
-
-
-def test_failed_episodes_are_left_out_and_groups_do_not_mix():
-  some = [
-    trajectory([turn([1], [2])], group=7, reward=1.0),
-    trajectory([turn([1], [2])], group=7),
-    trajectory([turn([1], [2])] * 3, group=7, reward=float("nan"), error="the environment died"),
-    trajectory([], group=7, error="it never started"),
-    trajectory([turn([1], [2])], group=2, reward=1.0),  # alone: no baseline
-  ]
-  out = batching.turn_advantages(some, per_step=True)
-  assert [len(a) for a in out] == [1, 1, 3, 0, 1]
-  root = math.sqrt(0.5)  # 10 and 0: deviations 5 and -5, standard deviation sqrt(50)
-  np.testing.assert_allclose(np.concatenate(out), [root, -root, 0, 0, 0, 0], rtol=1e-5)
-
-
-def test_a_methods_own_advantage_is_asked():
-  asked = {}
-
-  def advantage(returns, group_ids, **options):
-    asked.update(options, groups=np.asarray(group_ids))
-    return np.asarray(returns) + 100.0
-
-  out = batching.turn_advantages(PAIR, invalid_penalty=0.0, per_step=False, advantage=advantage)
-  np.testing.assert_array_equal(np.concatenate(out), [110.0, 110.0, 100.0])
-  assert asked["num_groups"] == 1 and asked["normalize"] == "mean_std"
-  np.testing.assert_array_equal(asked["weights"], [0.5, 0.5, 1.0, 0.0])  # filled to a power of two, without weight
-
-
-def test_a_bound_on_the_turns_gives_one_compiled_shape():
-  asked = []
-
-  def advantage(returns, group_ids, *, num_groups, **options):
-    asked.append((len(returns), num_groups))
-    return np.asarray(returns)
-
-  for trajectories in (PAIR, PAIR[:1], []):
-    out = batching.turn_advantages(trajectories, advantage=advantage, num_turns=12, num_groups=3)
-    assert sum(map(len, out)) == sum(t.length for t in trajectories)
-  assert asked == [(12, 3)] * 3
-
 
 EPISODE = [turn([10, 11], [1, 2]), turn([12], [3]), turn([13, 14], [4, 5, 6])]
 SKILL = [10, 90, 91, 11]
