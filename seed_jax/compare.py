@@ -119,16 +119,18 @@ def plan(run: Run) -> tuple[list[Arm], list[int]]:
   arms = read_arms(run.config)
   baseline(run.config, arms)
   for seed in seeds:
+    played = set()  # the same tasks are looked at once: some benchmarks read them from files
     for arm in arms:
       own = arm_run(run, arm, seed)
+      t = own.config.train
       try:
         own.check()
         loss_config(own.config)
+        if (t.split, t.num_tasks) not in played:
+          panel_tasks(own, own.benchmark.tasks(t.split, t.num_tasks, process_seed(seed, "train tasks")))
       except (ValueError, TypeError) as error:
         raise ConfigError(f"arm {arm.name!r}: {error}") from error
-    own = arm_run(run, arms[0], seed)
-    c = own.config.train
-    panel_tasks(own, own.benchmark.tasks(c.split, c.num_tasks, process_seed(seed, "train tasks")))
+      played.add((t.split, t.num_tasks))
   return arms, seeds
 
 

@@ -172,12 +172,12 @@ def test_rloo_by_hand():
 
 
 def test_every_estimator_is_called_alike():
-  returns, ids = np.array([1.0, 2.0, 5.0, 9.0]), np.array([0, 0, 1, -1])
+  returns, ids = np.array([1.0, 2.0, 5.0, 9.0, 7.0]), np.array([0, 0, 1, -1, 2])  # the last two are fill
   for function in (
     advantages.group_advantages,
     advantages.rloo_advantages,
     advantages.batch_advantages,
     advantages.group_batch_advantages,
   ):
-    out = function(returns, ids, num_groups=2, normalize="mean_std", eps=1e-6, weights=np.ones(4))
-    assert out.shape == (4,) and out.dtype == jnp.float32 and out[3] == 0
+    out = function(returns, ids, num_groups=2, normalize="mean_std", eps=1e-6, weights=np.ones(5))
+    assert out.shape == (5,) and out.dtype == jnp.float32 and not out[3:].any() and out[1] > out[0]

@@ -83,6 +83,7 @@ def stages(monkeypatch):
     (dict(vary="sft.epochs=1,2"), r"override 'sft.epochs=1': all arms of a seed share sft.epochs"),
     (dict(vary="train.panel.tasks=1,2"), r"all arms of a seed share train.panel.tasks"),
     (dict(vary="train.optimizer.rule=adamw,adem"), r"arm 'seed rule=adem': optimizer rule 'adem' is unknown"),
+    (dict(vary="train.split=train,trian"), r"arm 'seed split=trian': unknown split 'trian': choose one of train"),
     (dict(arms=(("a", "seed"),)), r"config.compare.arms: \('a', 'seed'\) is not \(name, method"),
     (dict(arms=(("a", "sead", ()),)), r"arm 'a': method 'sead' is unknown"),
     (dict(arms=(("Seed", "seed", ()),)), r"the arms Seed, seed need folders of their own"),
@@ -98,7 +99,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, stage
 
 
 def test_a_panel_of_training_tasks_and_a_foreign_start_are_refused(tmp_path, stages, monkeypatch):
-  monkeypatch.setattr("seed_jax.compare.process_seed", lambda seed, purpose: 0)
+  monkeypatch.setattr("seed_jax.compare.process_seed", lambda seed, purpose: 0)  # training plays the panel's seed
   changed = get_config()
   changed.train.panel.update(dict(split="train", tasks=2))
   changed.compare.update(dict(seeds=(0,), every=2))

@@ -78,6 +78,19 @@ def test_shared_case_other_reductions(shared_case):
   np.testing.assert_allclose((row_sums / np.maximum(lengths, 1)).sum() / 7, -0.146147, atol=1e-6)  # tunix and verl
 
 
+def test_shared_case_aggregations(shared_case):
+  args = {k: shared_case[k] for k in ("logprobs", "old_logprobs", "mask")}
+  args |= dict(advantages=shared_advantages(shared_case), dual_clip=None)
+  for aggregation, value in (
+    ("token_mean", 0.0771931),
+    ("sequence_mean_token_sum", 0.5844626),
+    ("sequence_mean_token_mean", -0.146147),
+    ("sequence_mean_token_sum_norm", 0.5844626 / 12),  # verl and tunix: over the 12 tokens of a row
+  ):
+    loss, _ = losses.grpo_loss(**args, aggregation=aggregation, aggregation_length=12)
+    np.testing.assert_allclose(loss, value, atol=1e-6, err_msg=aggregation)
+
+
 def test_shared_case_kl_and_opd(shared_case):
   case = shared_case
   for estimator, total in (("k1", 2.43332), ("k2", 2.47174), ("k3", 2.52984)):
