@@ -114,6 +114,11 @@ def unequal_groups(returns, group_ids, *, num_groups: int, weights=None):
   return jax.ops.segment_max(jnp.where(weights > 0, above, 0.0), ids, num_segments=num_groups) > 0
 
 
+def equal_groups(returns, group_ids, *, num_groups: int, weights=None):
+  """The complement of `unequal_groups`, [num_groups] bool: the groups that have no policy gradient (SEED, Prop. 2)."""
+  return ~unequal_groups(returns, group_ids, num_groups=num_groups, weights=weights)
+
+
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from seed_jax import losses
-from seed_jax.advantages import rloo_advantages, unequal_groups
+from seed_jax.advantages import equal_groups, rloo_advantages, unequal_groups
 from seed_jax.step_advantages import step_advantages
 
 CONTEXTS = {
@@ -315,6 +315,16 @@ _TABLE = (
     loss_dual_clip=None,
   ),
   # --- controls, all [R]: SEED with one thing replaced
+  *(
+    _variant(
+      base,
+      f"{base.name}_on_ties",
+      "[R] control, proposition 2: trained on groups of equal returns alone, of which the policy gradient says nothing",
+      group_filter=equal_groups,
+      settings=(("train.max_generations", 10),),
+    )
+    for base in (SEED, GRPO)
+  ),
   _variant(SEED, "seed_constant_gate", "[R] control: SEED with the constant gate 1/2", loss_opd_beta=0.0),
   *(
     _variant(SEED, f"seed_{name}", f"[R] control: SEED with {SKILL_SOURCES[source]}", skill_source=source)

@@ -145,6 +145,8 @@ def test_200_cases_against_loops(name):
     kept = advantages.unequal_groups(big["rewards"], big["groups"], num_groups=4)
     for group in range(4):
       assert kept[group] == (len(set(c["rewards"][c["groups"] == group].tolist())) > 1)
+    tied = advantages.equal_groups(big["rewards"], big["groups"], num_groups=4)
+    assert (np.asarray(tied) != np.asarray(kept)).all()
 
 
 def test_batch_advantages_on_200_cases():
