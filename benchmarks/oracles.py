@@ -68,7 +68,7 @@ def answers_of(peer: str, cases: int) -> dict[str, np.ndarray]:
 def compare(theirs: dict[str, np.ndarray], cases: int) -> dict[str, tuple[float, int]]:
   """{function: (largest difference, cases)}; a case that the library has no finite answer to is left out.
 
-  A difference is relative to the largest of 1, their value and, of a loss, its mean token as if none cancelled.
+  A difference is relative where their value is above 1.
   """
   rows = {}
   for name in dict.fromkeys(key.split("#")[0] for key in theirs):
