@@ -210,7 +210,8 @@ def listing(workdir: str | None) -> str:
     done = workdir and (run.epath.Path(workdir) / f"{stage}.json").exists()
     lines.append(f"  {stage:<10}" + ("  done" if done else "  not done" if workdir else ""))
   lines.append("methods (--config=FILE:METHOD):")
-  return "\n".join(lines + [f"  {name:<18}{methods.get(name).source}" for name in methods.names()])
+  width = max(map(len, methods.names())) + 2
+  return "\n".join(lines + [f"  {name:<{width}}{methods.get(name).source}" for name in methods.names()])
 
 
 # ---------------------------------------------------------------- errors in one line
