@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from seed_jax.advantages import group_advantages as group_advantages  # re-exported: the public name lives here
 from seed_jax.loss_terms import Terms, grpo_terms, masked_sum, opd_terms, token_counts
 from seed_jax.relatives import (  # noqa: F401  (re-exported, too)
+  centred_opd_loss,
   grsd_advantages,
   no_auxiliary_loss,
   opid_advantages,

@@ -325,6 +325,12 @@ _TABLE = (
     )
     for base in (SEED, GRPO)
   ),
+  _variant(
+    SEED,
+    "seed_centred_gate",
+    "[R] control: SEED with the gate less 1/2, the same expectation without the push on every sampled token",
+    auxiliary=losses.centred_opd_loss,
+  ),
   _variant(SEED, "seed_constant_gate", "[R] control: SEED with the constant gate 1/2", loss_opd_beta=0.0),
   *(
     _variant(SEED, f"seed_{name}", f"[R] control: SEED with {SKILL_SOURCES[source]}", skill_source=source)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from seed_jax.token_losses import per_token, same_shape
+from seed_jax.token_losses import opd_gate, per_token, same_shape
 
 SKILL_SD_EXPONENT_CAP = 20.0
 SKILL_SD_LOG_RATIO_CAP = 10.0
@@ -41,6 +41,20 @@ def skill_sd_loss(*, logprobs, skill_logprobs, old_logprobs, beta=None):
   divergence = jnp.expm1(jnp.minimum(-gap, SKILL_SD_EXPONENT_CAP)) + gap
   ratio = jnp.exp(jnp.minimum(logprobs - jax.lax.stop_gradient(old_logprobs), SKILL_SD_LOG_RATIO_CAP))
   return ratio * divergence
+
+
+def centred_opd_loss(*, logprobs, skill_logprobs, old_logprobs=None, beta=5.0):
+  """SEED's loss with the gate's neutral value as a baseline, [B, T]: (gate - 1/2) * (skill_logprobs - logprobs).
+
+  Its gradient in logprobs is -(gate - 1/2): what the skill makes less likely is pushed down instead of being pushed up a
+  little less. For tokens of the current policy the expectation is the same, since E[grad log pi] = 0 in every context,
+  and the variance is less: the constant half of the gate is noise, which a large coefficient turns into imitation of
+  whatever was sampled. Our reconstruction; no paper has it. `old_logprobs` is not used.
+  """
+  del old_logprobs
+  logprobs, skill_logprobs = same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs)
+  gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=beta)
+  return (gate - 0.5) * (jax.lax.stop_gradient(skill_logprobs) - logprobs)
 
 
 def opsd_loss(*, logprobs, skill_logprobs, old_logprobs=None, beta=None):

@@ -55,6 +55,30 @@ def test_skill_sd_by_hand_and_through_both_factors():
   np.testing.assert_allclose(slope, [[-0.610701, 0]], atol=1e-6)
 
 
+def test_a_centred_gate_has_the_same_expectation_and_less_variance():
+  # one context, all of its vocabulary: tokens weighed by the policy's own probabilities
+  rng = np.random.default_rng(0)
+  logits, skill_logits = jnp.asarray(rng.normal(size=9)), jnp.asarray(rng.normal(size=9))
+  skill, tokens = jax.nn.log_softmax(skill_logits), jnp.arange(9)
+
+  def gradients(loss):  # of every token's loss, in the logits
+    def one(z, v):
+      return loss(logprobs=jax.nn.log_softmax(z)[v][None], skill_logprobs=skill[v][None], old_logprobs=None, beta=5.0)[
+        0
+      ]
+
+    return jax.vmap(jax.grad(one), (None, 0))(logits, tokens)
+
+  policy = jax.nn.softmax(logits)
+  plain, centred = gradients(losses.opd_loss), gradients(losses.centred_opd_loss)
+  mean, mean_centred = policy @ plain, policy @ centred
+  np.testing.assert_allclose(mean, mean_centred, atol=1e-6)
+  spread = lambda g, m: float(policy @ jnp.sum((g - m) ** 2, axis=1))  # noqa: E731
+  assert spread(centred, mean) < spread(plain, mean)
+  slope = jax.grad(lambda x: losses.centred_opd_loss(logprobs=x, skill_logprobs=jnp.zeros(1)).sum())
+  assert slope(jnp.array([-1.0]))[0] < 0 < slope(jnp.array([1.0]))[0]  # up where the skill agrees, down where not
+
+
 def test_skill_sd_caps():
   new = jnp.array([[-50.0, -1.0]])
   args = dict(skill_logprobs=np.array([[0.0, -1.5]]), old_logprobs=np.array([[-50.0, -30.0]]))
