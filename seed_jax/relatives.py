@@ -46,10 +46,10 @@ def skill_sd_loss(*, logprobs, skill_logprobs, old_logprobs, beta=None):
 def centred_opd_loss(*, logprobs, skill_logprobs, old_logprobs=None, beta=5.0):
   """SEED's loss with the gate's neutral value as a baseline, [B, T]: (gate - 1/2) * (skill_logprobs - logprobs).
 
-  Its gradient in logprobs is -(gate - 1/2): what the skill makes less likely is pushed down, not pushed up a
-  little less. For tokens of the current policy the expectation is the same, since E[grad log pi] = 0 in every context,
-  and the variance is less as a rule: the constant half of the gate is noise, which a large coefficient turns into imitation of
-  whatever was sampled. Our reconstruction; no paper has it. `old_logprobs` is not used.
+  Its gradient in logprobs is -(gate - 1/2): what the skill makes less likely is pushed down, not up a little less. For
+  tokens of the current policy the expectation is the same, since E[grad log pi] = 0 in every context, and the variance
+  is less as a rule: the constant half of the gate is noise, which a large coefficient turns into imitation of whatever
+  was sampled. Our reconstruction; no paper has it. `old_logprobs` is not used.
   """
   del old_logprobs
   logprobs, skill_logprobs = same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs)
