@@ -19,7 +19,7 @@ ORDER = """
   learning: optimizer update checkpoint
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources batching learn rollout
-  measures: instruments
+  measures: propositions instruments
   programs: run supervised base collect annotate library_stage sft train
   programs: mechanism evaluate compare charts page report preflight main
 """
