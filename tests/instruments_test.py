@@ -252,7 +252,7 @@ def test_contexts_are_distinct_tokens_with_a_skill_and_no_more_than_asked_for():
   starts = {tuple(s.skill_tokens) for s in some if s.skill_tokens is not None}
   for chosen in draws:
     counted = chosen.weights > 0
-    assert chosen.count == counted.sum() <= 40 and chosen.weights.sum() == pytest.approx(1.0)
+    assert chosen.count == counted.sum() == 40 and chosen.weights.sum() == pytest.approx(1.0)
     for b in range(8):
       assert len(set(chosen.ordinary.index[b][counted[b]])) == counted[b].sum()
       for j in np.flatnonzero(counted[b]):
