@@ -93,6 +93,9 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.train.update(dict(gamma=0.95, step_weight=1.0))  # of methods that credit single steps
   c.train.max_generations = 1  # rounds of episodes an iteration may take, for methods that leave groups out
   c.train.keep_skills = 64  # skills of an iteration that stay in DIR/skills, with what each is worth; 0: none
+  c.train.update(
+    dict(theory_every=0, theory_contexts=32)
+  )  # iterations between measurements of the propositions; 0: none
   c.train.async_level = 0  # 1: the next episodes are played before the update, with importance weights (loss.tis_cap)
   c.train.update(dict(row_lengths=(320,), micro_tokens=1_280, response_fraction=0.75))
   c.train.loss = ConfigDict(

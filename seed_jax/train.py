@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, credit, learn, methods, optimizer, relatives, update
+from seed_jax import batching, credit, instruments, learn, methods, optimizer, relatives, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
@@ -124,6 +124,9 @@ def run_train(run: Run) -> dict:
   learning = []
   if method.trains:
     learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
+  theory = c.theory_every and method.needs_skills
+  if theory:
+    learning += instruments.programs(params, scoring, shapes, run.mesh, contexts=c.theory_contexts)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
   warm_up([*engine.programs(), *learning, *others], run)
   del learning  # it holds the state
@@ -164,6 +167,14 @@ def run_train(run: Run) -> dict:
         minibatches = [batching.to_batches(part, shapes, run.mesh, **options) for part in parts]
         log |= texts_log
         log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])
+
+      # ---- now and then, the paper's propositions on this policy
+      if theory and iteration % c.theory_every == 0 and samples:
+        with timer("theory"), jax.set_mesh(run.mesh):
+          scores = credit.turn_scores(trajectories, reward_scale=c.reward_scale, invalid_penalty=c.invalid_penalty)
+          tied = instruments.tied_grids(trajectories, scores, parts, shapes, run.mesh)
+          where = dict(contexts=c.theory_contexts, seed=process_seed(run.config.seed, f"theory {iteration}"))
+          log |= instruments.measure(state.params, params, minibatches, scoring, tied=tied, **where)
 
       # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
       with timer("score"), jax.set_mesh(run.mesh):
