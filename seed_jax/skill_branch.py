@@ -15,7 +15,7 @@ from seed_jax.engine import Engine
 from seed_jax.library_stage import FILE as LIBRARY
 from seed_jax.library_stage import run_library
 from seed_jax.methods import Method
-from seed_jax.run import ConfigError, Run, process_seed
+from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import Trajectory
 
 SKILLS = "skills"  # folder of a work directory: the skills of every iteration
@@ -31,11 +31,9 @@ def library_text(run: Run) -> Callable[[str, str], str]:
     retrieve = retrieval.by_family(found, max_mistakes=c.max_mistakes, **options)
   elif c.retrieval == "keyword":
     retrieve = retrieval.by_keyword(found, c.rules, max_mistakes=c.max_mistakes, **options)
-  elif c.retrieval == "embedding":
+  else:
     embed = retrieval.sentence_embedder(c.embedder) if c.embedder else retrieval.word_embedder()
     retrieve = retrieval.by_embedding(found, embed, max_mistakes=c.max_mistakes, **options)
-  else:
-    raise ConfigError(f"config.library.retrieval={c.retrieval!r} is unknown; choose family, keyword or embedding")
   fits = lambda text: len(run.tokenizer.encode(text)) <= c.max_tokens  # noqa: E731
   known: dict[tuple[str, str], str] = {}
 

@@ -105,6 +105,9 @@ def test_a_config_file_that_is_no_json_is_named(tmp_path):
     ("rollout.mode", "windows", "config.rollout.mode='windows' is unknown; choose one of window, transcript"),
     ("rollout.mode", "window", "config.analysis.ask='turn' goes on from a conversation"),
     ("analysis.ask", "letter", "config.analysis.ask='letter' is unknown; choose one of message, turn"),
+    ("library.retrieval", "magic", "config.library.retrieval='magic' is unknown; choose one of family, keyword"),
+    ("library.render", "pdf", "library rendering 'pdf' is unknown"),
+    ("train.max_generations", 0, "config.train.max_generations=0 must be 1 or more"),
     ("annotate.analyzer", "external", "needs config.annotate.external"),
     ("train.optimizer.rule", "adem", "optimizer rule 'adem' is unknown"),
     ("sft.optimizer.schedule", "stairs", "schedule 'stairs' is unknown"),
@@ -130,6 +133,15 @@ def test_stages_are_marked_and_planned(tmp_path):
   for start_from, needed in (("", "sft"), ("base", "base")):
     assert make(tmp_path, change=setter("train.start_from", start_from)).needed("train") == (needed,)
   assert make(tmp_path, method="grpo").needed("train") == ("base",)
+
+
+def test_a_library_that_is_there_is_kept(tmp_path):
+  run = make(tmp_path)
+  run.open()
+  run.finish("annotate", {})
+  assert run.plan(["library"]) == ["library"]
+  write_json(run.workdir / "library.json", {"by": "hand"})
+  assert run.plan(["library"]) == []
 
 
 def test_only_the_stage_under_way_goes_back(tmp_path):
