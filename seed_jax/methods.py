@@ -204,6 +204,7 @@ _TABLE = (
     "seed_without_sft",
     "SEED, table 2, row without hindsight-skill SFT: the base policy analyses its own trajectories",
     needs_sft=False,
+    settings=(("train.start_from", "base"),),  # also where another method's Stage-1 checkpoint is there
   ),
   _variant(
     GRPO, "seed_without_opd", "SEED, table 2, row without self-evolving OPD: Stage-1 SFT, then GRPO", needs_sft=True
@@ -357,6 +358,17 @@ def get(name: str) -> Method:
   if name not in METHODS:
     raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}")
   return METHODS[name]
+
+
+def register(method: Method) -> Method:
+  """Makes a method of one's own known by its name, to `get`, to configs and to comparisons; returns it.
+
+  A config file defines and registers it above its `get_config`: docs/methods.md has an example. ValueError where the
+  name is that of another method; the very same one may be registered again.
+  """
+  if METHODS.setdefault(method.name, method) != method:
+    raise ValueError(f"the name {method.name!r} is taken ({METHODS[method.name].source}); give the method another one")
+  return method
 
 
 def settings(name: str) -> dict[str, object]:

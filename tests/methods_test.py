@@ -121,13 +121,11 @@ def test_where_texts_are_put():
     dataclasses.replace(get("grpo"), transform=losses.rlsd_advantages)
 
 
-def run_loss(name, common, skill):
-  loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name)))
+def micro_batch(common, skill, segments):
   rows, tokens = common["mask"].shape
-  each = np.ones((rows, tokens), int)  # a row is one sample
-  zero = np.zeros(())
-  micro = Batch(
-    ordinary=Context(tokens=each, positions=each, segment_ids=each, index=each * np.arange(tokens)),
+  each, zero = np.ones((rows, tokens), int), np.zeros(())
+  return Batch(
+    ordinary=Context(tokens=each, positions=each, segment_ids=each * segments, index=each * np.arange(tokens)),
     skill=None,
     targets=None,
     mask=common["mask"],
@@ -140,6 +138,11 @@ def run_loss(name, common, skill):
     skill_logprobs=skill["skill_logprobs"],
     ref_logprobs=common["ref_logprobs"],
   )
+
+
+def run_loss(name, common, skill):
+  loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name)))
+  micro = micro_batch(common, skill, 1)  # a row is one sample
   counts = losses.token_counts(mask=micro.mask, skill_mask=micro.skill_mask)
   return lambda x: loss(x, None, micro, counts)
 
@@ -187,3 +190,51 @@ def test_named_methods_by_hand(name):
   common, skill = batch()
   loss, _ = run_loss(name, common, skill)(common["logprobs"])
   np.testing.assert_allclose(loss, by_hand(name, common, skill), rtol=1e-5, atol=1e-7)
+
+
+# --- methods of one's own ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(monkeypatch):
+  monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
+
+
+def test_a_registered_method_is_known_by_its_name(table):
+  mine = dataclasses.replace(methods.get("seed"), name="mine", source="a test")
+  assert methods.register(mine) is mine and methods.get("mine") is mine and methods.names()[-1] == "mine"
+  assert methods.register(dataclasses.replace(mine)) == mine and methods.names().count("mine") == 1  # the very same
+  assert methods.settings("mine") == {}
+
+
+def test_a_name_that_is_taken_is_refused_and_the_table_stays(table):
+  for name in ("seed", "grpo"):
+    with pytest.raises(ValueError, match=f"the name '{name}' is taken .*; give the method another one") as raised:
+      methods.register(dataclasses.replace(methods.get("seed"), name=name, source="a test"))
+    assert methods.get(name).source in str(raised.value) and "\n" not in str(raised.value)
+    assert methods.get(name).source != "a test"
+
+
+# --- the update's own call of it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in methods.names() if methods.get(n).trains])
+def test_every_loss_compiles_with_its_settings_and_the_sampler(name):
+  """Packed rows of two samples, masked tokens and entropy: finite, with a gradient exactly where a token counts."""
+  common, skill = batch()
+  common["mask"] = common["mask"].copy()
+  common["mask"][1, 2] = common["mask"][3] = 0
+  micro = micro_batch(common, skill, np.array([1, 1, 2]))
+  micro = micro.replace(sampler_logprobs=common["old_logprobs"] + np.float32(0.1), transform_coef=np.float32(0.5))
+  micro = micro.replace(advantages=np.broadcast_to(common["advantages"][:, None], (4, 3)))
+  loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name), entropy_coef=0.01, tis_cap=2.0))
+  counts = losses.token_counts(mask=micro.mask, skill_mask=micro.skill_mask, sequence_ids=[[1, 1, 2]] * 4)
+  call = jax.jit(jax.value_and_grad(lambda x, micro: loss(x, 0.1 * x**2, micro, counts), has_aux=True))
+  (value, metrics), gradient = call(common["logprobs"], micro)
+  assert np.isfinite(value) and np.isfinite(gradient).all()
+  assert all(np.isfinite(x) for x in losses.finish_metrics(metrics).values())
+  assert np.any(np.asarray(gradient)[common["mask"] > 0]) and not np.any(np.asarray(gradient)[common["mask"] == 0])
+  assert metrics["mismatch_max"] > 0 and "tis_weight_mean" in metrics
+  first = micro.replace(own_old=np.array(True), old_logprobs=np.full((4, 3), np.nan, np.float32))
+  (value, metrics), gradient = call(common["logprobs"], first)  # of the first mini-batch old holds nothing
+  assert np.isfinite(value) and np.isfinite(gradient).all() and metrics["old_kl"] == 0
