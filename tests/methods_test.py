@@ -226,7 +226,7 @@ def test_every_loss_compiles_with_its_settings_and_the_sampler(name):
   common["mask"][1, 2] = common["mask"][3] = 0
   micro = micro_batch(common, skill, np.array([1, 1, 2]))
   micro = micro.replace(sampler_logprobs=common["old_logprobs"] + np.float32(0.1), transform_coef=np.float32(0.5))
-  micro = micro.replace(advantages=np.broadcast_to(common["advantages"][:, None], (4, 3)))
+  micro = micro.replace(advantages=np.broadcast_to(common["advantages"][:, None], (4, 3)), own_old=np.array(False))
   loss = MethodLoss(methods.get(name), LossConfig(**methods.loss_settings(name), entropy_coef=0.01, tis_cap=2.0))
   counts = losses.token_counts(mask=micro.mask, skill_mask=micro.skill_mask, sequence_ids=[[1, 1, 2]] * 4)
   call = jax.jit(jax.value_and_grad(lambda x, micro: loss(x, 0.1 * x**2, micro, counts), has_aux=True))
