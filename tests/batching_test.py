@@ -140,6 +140,34 @@ def test_a_longer_skill_row_fills_the_ordinary_one():
   assert longer.holds(sample(20, 2, skill=28)) and not longer.holds(sample(20, 2, skill=29))
 
 
+@pytest.mark.parametrize("place", [batching.pack, batching.one_per_row])
+@pytest.mark.parametrize("count", [0, 1, 5, 23])
+def test_a_grid_of_the_host_lines_up_with_the_batches(count, place):
+  """Row lengths, several batches of one, skills or none: the targets as a grid are those of the batches."""
+  rng = np.random.default_rng(count)
+  shapes = [RowShape(8, 4, 2), RowShape(16, 8, 1, skill_length=20), RowShape(24, 8, 2)]
+  some = []
+  for i in range(count):
+    length = int(rng.integers(3, 24))
+    made = sample(length, int(rng.integers(1, min(length, 9))), skill=length + 2 if i % 3 and length < 18 else 0)
+    some.append(batching.dataclasses.replace(made, targets=made.targets + 100 * i, episode=i))
+  some, dropped = batching.that_fit(some, shapes)
+  options = dict(micro_batches=2, place=place)
+  batches = batching.to_batches(some, shapes, sharding.make_mesh(), skills=True, **options)
+  grids = batching.token_grids(some, shapes, lambda s: s.targets, **options)
+  episodes = batching.token_grids(some, shapes, lambda s: np.full(len(s.targets), s.episode), **options)
+  if not some:
+    assert grids == [] and len(batches) == 1 and float(batches[0].mask.sum()) == 0
+    return
+  assert dropped == 0 and (count < 23 or len(batches) > len(shapes))
+  for batch, grid, episode in zip(batches, grids, episodes, strict=True):
+    assert grid.dtype == np.int32 and grid.shape == batch.targets.shape
+    np.testing.assert_array_equal(grid, batch.targets)
+    counted = np.asarray(batch.mask) > 0
+    np.testing.assert_array_equal(episode[counted], (np.asarray(batch.targets)[counted] - 50) // 100)
+    assert not episode[~counted].any()
+
+
 def test_the_padded_layout_has_a_row_for_each_sample():
   shapes = [RowShape(8, 4, 2), RowShape(16, 4, 2)]
   some = [sample(6, 2), sample(5, 2, skill=7), sample(16, 2)]

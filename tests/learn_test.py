@@ -10,7 +10,7 @@ import pytest
 from batch_cases import CONFIG as TWO_LAYERS
 from batch_cases import samples
 
-from seed_jax import batching, learn, methods, score, sharding, update
+from seed_jax import batching, learn, methods, score, sharding, skill_quality, update
 from seed_jax.batching import RowShape
 from seed_jax.metrics import CompileCounter
 from seed_jax.models import decoder
@@ -174,6 +174,49 @@ def test_importance_weights_reach_the_gradient(params):
   assert "tis_weight_mean" not in metrics and with_weights["tis_weight_mean"] == pytest.approx(2.0)
   assert with_weights["tis_capped_fraction"] == pytest.approx(1.0) and metrics["mismatch_mean"] > 40
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), weighed, jax.tree.map(lambda x: 2 * x, plain))
+
+
+def test_pairs_are_those_of_the_tokens_with_a_skill_each_with_its_episode():
+  """Every sample's numbers say whose they are: the sampler's -i - j/100, the skill's a hundred above, token j."""
+  skills = [i % 3 != 0 for i in range(23)]  # as `samples` has it
+  some = [
+    batching.dataclasses.replace(
+      s, episode=i, logprobs=-i - np.arange(len(s.targets), dtype=np.float32) / 100, targets=np.full(len(s.targets), i)
+    )
+    for i, s in enumerate(samples(23))
+  ]
+  parts = learn.mini_batches(some, 3, seed=5)
+  shapes = (RowShape(24, 16, 1), RowShape(48, 32, 2))
+  scored = []
+  for part in parts:
+    batches = batching.to_batches(part, shapes, MESH, skills=True)
+    scored.append([b.replace(skill_logprobs=b.sampler_logprobs + 100.0) for b in batches])
+  found = learn.skill_pairs(scored, parts, shapes)
+  tokens = sum(len(s.targets) for s, has in zip(some, skills, strict=True) if has)
+  assert {name: x.shape for name, x in found.items()} == dict.fromkeys(found, (1, tokens))
+  assert found["episode"].dtype == np.int32 and found["mask"].all()
+  assert sorted(set(found["episode"][0])) == [i for i in range(23) if skills[i]]
+  for i in set(found["episode"][0]):
+    own = found["episode"][0] == i
+    expected = np.sort(some[i].logprobs)
+    np.testing.assert_allclose(np.sort(found["logprobs"][0, own]), expected, atol=1e-5)
+    np.testing.assert_allclose(np.sort(found["skill_logprobs"][0, own]), expected + 100, atol=1e-4)
+  gains = skill_quality.gain_by_episode(**found, num_episodes=23)
+  assert [bool(np.isfinite(g)) for g in gains] == skills
+  np.testing.assert_allclose(gains[np.isfinite(gains)], 100.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_pairs_of_no_skill_are_empty(count):
+  some = samples(count, skills=False)
+  parts = learn.mini_batches(some, 2, seed=5)
+  scored = [batching.to_batches(part, SHAPES, MESH, skills=True) for part in parts]
+  scored = [[b.replace(skill_logprobs=b.sampler_logprobs) for b in part] for part in scored]
+  found = learn.skill_pairs(scored, parts, SHAPES)
+  assert {name: x.shape for name, x in found.items()} == dict.fromkeys(
+    ("logprobs", "skill_logprobs", "mask", "episode"), (1, 0)
+  )
+  assert np.isnan(skill_quality.gain_by_episode(**found, num_episodes=2)).all()
 
 
 def test_an_unknown_rescore_is_refused():
