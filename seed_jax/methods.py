@@ -62,7 +62,8 @@ class Method:
   ratios: importance ratios (*, logprobs, old_logprobs, mask, sequence_ids) -> [B, T].
   step_advantage: (step_returns, anchors, *, num_groups, normalize, eps, weights) -> advantages that are added, with the
     weight train.step_weight, to each step's own; or None. Step returns are discounted by train.gamma.
-  group_filter: (returns, group_ids, *, num_groups) -> [num_groups] bool, which groups stay in the batch; or None.
+  group_filter: (returns, group_ids, *, num_groups) -> [num_groups] bool, which groups stay in the batch (an id of -1:
+    an episode that broke off); or None.
   settings: what the method's own recipe changes in a config, as (path, value) pairs; see `settings`.
   """
 

@@ -89,7 +89,10 @@ def run_train(run: Run) -> dict:
         timer, run.play, engine, pool, episodes, iteration=key, reading=branch.reading, on_idle=on_idle
       )
       everything += played
-      kept += played if method.group_filter is None else kept_groups(played, method.group_filter)
+      if method.group_filter is not None:
+        with jax.set_mesh(run.mesh):  # as it was compiled
+          played = kept_groups(played, method.group_filter)
+      kept += played
       if len(kept) >= c.tasks_per_iteration * c.group_size:
         break
     log = episode_metrics(everything) | engine_metrics(engine.take_stats())
@@ -128,6 +131,10 @@ def run_train(run: Run) -> dict:
   if theory:
     learning += instruments.programs(params, scoring, shapes, run.mesh, contexts=c.theory_contexts)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
+  if method.group_filter is not None:
+    nothing = np.zeros(c.tasks_per_iteration * c.group_size)
+    as_played = nothing.astype(np.float32), nothing.astype(np.int32)
+    others.append(("groups", lambda: method.group_filter(*as_played, num_groups=c.tasks_per_iteration)))
   warm_up([*engine.programs(), *learning, *others], run)
   del learning  # it holds the state
   say(f"train: {compiles.take()} programs are compiled")
@@ -227,12 +234,15 @@ def iteration_tasks(tasks, iteration: int, count: int, seed: int):
 
 
 def kept_groups(trajectories, group_filter):
-  """The episodes of the groups that `group_filter(returns, group_ids, num_groups=...)` keeps."""
+  """The episodes of the groups that `group_filter(returns, group_ids, num_groups=...)` keeps.
+
+  The filter sees an episode that broke off as one of no group (-1): its return is no evidence.
+  """
   numbers = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
-  ids = np.asarray([numbers[t.group] for t in trajectories], np.int32)
+  ids = np.asarray([-1 if t.error else numbers[t.group] for t in trajectories], np.int32)
   returns = np.asarray([t.episode_return for t in trajectories], np.float32)
   keep = np.asarray(group_filter(returns, ids, num_groups=len(numbers)))
-  return [t for t, number in zip(trajectories, ids, strict=True) if keep[number]]
+  return [t for t in trajectories if keep[numbers[t.group]]]
 
 
 def episode_metrics(trajectories) -> dict[str, float]:

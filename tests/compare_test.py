@@ -11,7 +11,7 @@ import sys
 import pytest
 from tiny_config import get_config
 
-from seed_jax import compare, main, run
+from seed_jax import compare, main, methods, run
 from seed_jax.metrics import read_json, write_text
 from seed_jax.run import START_STAGES, ConfigError, Run
 
@@ -165,6 +165,25 @@ def test_an_arm_changes_its_own_copy_of_the_config(tmp_path):
   assert x.config.train.panel.every == 2 and x.config.start == str(tmp_path / "w" / "compare" / "seed1" / "start")
   assert "compare" not in x.config and x.workdir == tmp_path / "w" / "compare" / "seed1" / "x"
   assert compare.start_run(own, 1).config.train.panel.every == 0
+
+
+def test_every_arm_has_the_settings_of_its_own_method_and_its_overrides_come_after(tmp_path):
+  own = make(tmp_path, methods=methods.names(), arms=(("dapo 0.4", "dapo", ("train.loss.clip_high=0.4",)),))
+  for arm in compare.read_arms(own.config):
+    config = compare.arm_run(own, arm, 0).config
+    wanted = methods.settings(arm.method) | ({"train.loss.clip_high": 0.4} if arm.overrides else {})
+    plain = compare.arm_run(own, compare.Arm("x", "seed"), 0).config
+    for path in {p for name in methods.names() for p in methods.settings(name)}:
+      assert main.at(config, path) == wanted.get(path, main.at(plain, path)), (arm.name, path)
+  assert own.config.train.loss.clip_high == 0.2  # the arms have copies
+
+
+def test_a_comparison_does_not_begin_from_a_method_with_settings(tmp_path, stages):
+  config = get_config("dapo")
+  config.compare.update(dict(methods=("dapo", "grpo"), seeds=(0,), every=2))
+  with pytest.raises(ConfigError, match="the config is that of dapo, whose own settings the other arms would get too"):
+    compare.run_compare(Run(config, tmp_path / "w"))
+  assert not stages
 
 
 def test_the_baseline_is_grpo_or_the_first_arm_unless_named():

@@ -240,6 +240,26 @@ def test_a_skill_is_shown_after_the_task_line_of_messages_that_state_it(tokenize
   assert prompter.skill_tokens(plain, 0) is None
 
 
+@pytest.mark.parametrize("mode", ["transcript", "window"])
+def test_a_skill_may_be_a_function_of_the_task(tokenizer, mode):
+  """As a library is asked: task and family are known before the first prompt; the same text as one written out."""
+  asked = []
+
+  def skill(trajectory):
+    asked.append((trajectory.task_id, trajectory.task, trajectory.family, trajectory.length))
+    return "go on" if trajectory.task_id == "add/1" else ""
+
+  setting = Setting(mode=mode, max_steps=3)
+  by_function = [dataclasses.replace(e, skill=skill) for e in numbers(3)]
+  written_out = [dataclasses.replace(e, skill="go on" if e.task.id == "add/1" else "") for e in numbers(3)]
+  out, _ = scripted(tokenizer, lambda c: "1", by_function, setting=setting)
+  expected, _ = scripted(tokenizer, lambda c: "1", written_out, setting=setting)
+  assert out == expected and [t.skill for t in out] == [""] * 3  # what is shown is no hindsight skill
+  assert out[1].turns[0].prompt_ids.tolist() != tokenizer.first(out[1].turns[0].prompt)
+  assert {(f"add/{i}", "add", "add", 0) for i in range(3)} <= set(asked)
+  assert Episode(Task("a", "add", "train", {}), 0).text(out[0]) == ""
+
+
 def test_episodes_are_handed_on_as_they_end(tokenizer):
   ended = []
   engine = ScriptedEngine(tokenizer, lambda c: "9" if c[1] == task_number("add/1") else "1", num_slots=3)

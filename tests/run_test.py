@@ -3,6 +3,7 @@ import runpy
 
 import pytest
 
+from seed_jax import methods
 from seed_jax import run as run_module
 from seed_jax.batching import RowShape
 from seed_jax.metrics import read_json, write_json
@@ -27,6 +28,14 @@ def setter(path, value):
     config[last] = value
 
   return change
+
+
+def flat(config, prefix=""):
+  """{dotted path: value} of a config."""
+  out = {}
+  for name, value in config.items():
+    out |= flat(value, f"{prefix}{name}.") if hasattr(value, "keys") else {prefix + name: value}
+  return out
 
 
 def finished_start(tmp_path, name="first", **options):
@@ -148,6 +157,32 @@ def test_only_the_stage_under_way_goes_back(tmp_path):
   run = make(tmp_path, resume_from=12)
   assert [run.resume_step("sft"), run.resume_step("train")] == [12, None]
   assert make(tmp_path).resume_step("train") is None
+
+
+# ---- what a method's own recipe changes
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_a_config_of_a_method_has_its_settings_and_no_others(name):
+  plain, own = TINY("seed"), TINY(name)
+  changed = {path: value for path, value in flat(own).items() if value != flat(plain)[path]}
+  assert changed.pop("method", "seed") == name
+  assert changed == {path: value for path, value in methods.settings(name).items() if value != flat(plain)[path]}
+  assert flat(own).keys() == flat(plain).keys()  # a setting of a field that is not there would be no setting
+
+
+def test_settings_of_a_method_come_before_what_the_command_line_says():
+  from seed_jax import main
+
+  path = f"{run_module.epath.Path(__file__).parent / 'tiny_config.py'}:dapo"
+  config = main.parse(["main", f"--config={path}", "--config.train.loss.clip_high=0.5"]).config
+  assert config.train.loss.clip_high == 0.5 and config.train.max_generations == 10 and config.train.loss.kl_coef == 0
+
+
+def test_the_row_without_sft_starts_from_the_base_policy_though_there_is_another(tmp_path):
+  run = make(tmp_path, method="seed_without_sft")
+  assert run.config.train.start_from == "base" and run.needed("train") == ("base",)
+  assert make(tmp_path, method="seed_without_opd").config.train.start_from == ""
 
 
 # ---- starting from another run

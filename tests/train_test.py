@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from seed_jax import train
+from seed_jax.advantages import unequal_groups
 from seed_jax.trajectory import Trajectory, Turn
 
 
@@ -66,3 +67,47 @@ def test_episode_metrics_of_nothing_are_zero():
   log = train.episode_metrics([episode(0, False, error="died")])
   assert [log.pop(name) for name in ("errors", "episodes", "environment_steps")] == [1, 1, 1]
   assert set(log.values()) == {0.0}
+
+
+# ---- groups that are left out
+
+
+def kept(trajectories, group_filter):
+  return [(t.group, t.member) for t in train.kept_groups(trajectories, group_filter)]
+
+
+def two(group, returns, error=""):
+  made = [episode(group, value > 0, reward=value, error=error if not value else "") for value in returns]
+  for member, t in enumerate(made):
+    t.member = member
+  return made
+
+
+def test_whole_groups_are_kept_in_their_order():
+  some = [*two(7, (1, 0)), *two(3, (0, 0)), *two(5, (0, 1)), *two(9, (1, 1))]
+  assert kept(some, unequal_groups) == [(7, 0), (7, 1), (5, 0), (5, 1)]
+  assert kept(some, lambda returns, ids, *, num_groups: np.arange(num_groups) == 3) == [(9, 0), (9, 1)]
+  assert kept(some, lambda returns, ids, *, num_groups: np.ones(num_groups, bool)) == [
+    (t.group, t.member) for t in some
+  ]
+  assert kept(some[2:4] + some[6:], unequal_groups) == []
+
+
+def test_a_filter_is_called_with_the_returns_and_dense_numbers_of_groups():
+  told = []
+
+  def group_filter(returns, ids, *, num_groups):
+    told.append((returns.tolist(), ids.tolist(), num_groups))
+    return np.zeros(num_groups, bool)
+
+  assert kept([*two(7, (1, 0.5)), *two(3, (0, 1))], group_filter) == []
+  assert told == [([1.0, 0.5, 0.0, 1.0], [0, 0, 1, 1], 2)]
+
+
+def test_an_episode_that_broke_off_makes_no_difference_in_its_group():
+  assert kept(two(0, (1, 1, 0), error="died"), unequal_groups) == []
+  assert kept([*two(0, (0, 0), error="died"), *two(1, (1, 0.5, 0), error="died")], unequal_groups) == [
+    (1, 0),
+    (1, 1),
+    (1, 2),
+  ]

@@ -1,0 +1,137 @@
+"""The training loop's wiring, on whole runs of the tiny config: groups that are left out, methods that do not train."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tiny_config import get_config
+
+from seed_jax import base, library, methods, train
+from seed_jax.advantages import unequal_groups
+from seed_jax.library import Library, Skill
+from seed_jax.run import Run, set_up_jax
+from seed_jax.trajectory import Trajectory
+
+ADVICE = "take the potato."
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+  """A work directory that others start from; its SFT policy is the starting policy, which is enough here."""
+  folder = tmp_path_factory.mktemp("loop")
+  before = jax.config.jax_compilation_cache_dir
+  set_up_jax(folder / "cache")
+  compilation_cache.reset_cache()
+  run = Run(tiny("seed"), folder / "start", plain=True)
+  run.open()
+  base.run_base(run)
+  shutil.copytree(run.policy_path("base"), run.policy_path("sft"))
+  run.finish("sft", {})
+  library.save(folder / "library.json", Library(general=(Skill("general_001", "t", ADVICE),)))
+  yield run.workdir
+  jax.config.update("jax_compilation_cache_dir", before)
+  compilation_cache.reset_cache()
+
+
+def tiny(method):
+  config = get_config(method)
+  config.base.update(dict(episodes=60, vocabulary_episodes=60))
+  config.rollout.capacity_buckets = ()  # fewer programs
+  return config
+
+
+@pytest.fixture
+def played(monkeypatch):
+  """What `Run.play` was asked for and gave: (options, episodes, trajectories) of every call."""
+  calls, real = [], Run.play
+
+  def play(self, engine, pool, episodes, **options):
+    out = real(self, engine, pool, episodes, **options)
+    calls.append((options, list(episodes), out))
+    return out
+
+  monkeypatch.setattr(Run, "play", play)
+  return calls
+
+
+def trained(start, method, **changes):
+  config = tiny(method)
+  config.start = str(start)
+  config.library.path = str(start.parent / "library.json")
+  config.train.panel.update(dict(tasks=4, split="valid"))
+  config.update_from_flattened_dict(changes)
+  run = Run(config, start.parent / method, plain=True)
+  run.open()
+  return run, train.run_train(run)
+
+
+def read(workdir, name):
+  path = workdir / name
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def weights(workdir, name):
+  return (workdir / "policy" / name / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_rounds_of_episodes_until_enough_groups_are_kept(start, played, monkeypatch):
+  """Of four tasks a round the filter keeps: 2 and 3, which is one too many; 1, 1 and 1; none, ever; all four."""
+  monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
+  before = [(0,)]  # what it is called for before the first iteration, to be compiled
+  keeps = iter([*before, (0, 3), (1, 2, 3), (0,), (1,), (2,), (), (), (), (0, 1, 2, 3)])
+
+  def group_filter(returns, group_ids, *, num_groups):
+    assert unequal_groups(returns, group_ids, num_groups=num_groups).shape == (4,)  # compiled like a real one
+    chosen = next(keeps)
+    return np.asarray([i in chosen for i in range(num_groups)])
+
+  methods.register(dataclasses.replace(methods.get("seed"), name="picky", source="a test", group_filter=group_filter))
+
+  def parse(self, trajectories):
+    for t in trajectories:
+      t.skill = f"take {t.group}"
+    return {"parse_rate": 1.0}
+
+  monkeypatch.setattr(Run, "parse", parse)
+  run, summary = trained(start, "picky", **{"train.max_generations": 3})
+  rows = read(run.workdir, "metrics.jsonl")
+  assert [row["episodes_kept"] for row in rows] == [16, 12, 0, 16] and not list(keeps)
+  assert [row["episodes"] for row in rows] == [2 * 16, 3 * 16, 3 * 16, 16]  # also what is not kept was played
+  assert all(np.isfinite(x) for row in rows for x in row.values() if isinstance(x, float))
+  assert [row["skipped"] for row in rows] == [0.0] * 4 and [row["compilations"] for row in rows] == [0] * 4
+  assert [bool(row["tokens_trained"]) for row in rows] == [True, True, False, True]
+  assert rows[2]["loss"] == rows[2]["opd_active_ratio"] == rows[2]["skill_distinct"] == 0.0
+  assert rows[0]["opd_active_ratio"] == 1.0 and rows[0]["skill_same_as_own"] == 1.0
+
+  assert [options["iteration"] for options, *_ in played] == [0, 1, 3, 4, 5, 6, 7, 8, 9]  # 3 an iteration at most
+  rounds = {0: played[0:2], 1: played[2:5], 2: played[5:8], 3: played[8:9]}
+  for number, calls in rounds.items():
+    groups = [e.group for _, episodes, _ in calls for e in episodes if e.member == 0]
+    assert groups == list(range(4 * len(calls)))  # no two tasks of an iteration have one number
+    tasks = [e.task.id for _, episodes, _ in calls for e in episodes if e.member == 0]
+    assert number or len(set(tasks)) == len(tasks) == 8  # the second round plays others
+  skills = read(run.workdir, "skills/000001.jsonl")
+  assert [(r["group"], r["member"]) for r in skills] == [(g, m) for g in (0, 3, 5, 6) for m in range(4)]
+  assert all(r["skill"] == f"take {r['group']}" and np.isfinite(r["gain"]) for r in skills)
+  assert read(run.workdir, "skills/000003.jsonl") == [] and summary["iterations"] == 4
+  assert weights(run.workdir, "final") != weights(start, "sft")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["vanilla", "skill_prompt"])
+def test_untrained_methods_end_as_they_start(start, played, method):
+  run, summary = trained(start, method, **{"train.panel.every": 2})
+  assert weights(run.workdir, "final") == weights(start, "sft")
+  assert read(run.workdir, "metrics.jsonl") == [] and summary["iterations"] == 0 and summary["method"] == method
+  assert [row["iteration"] for row in read(run.workdir, "curve.jsonl")] == [0, 4]
+  assert len(played) == 2  # the panel, and nothing else
+  for _, episodes, trajectories in played:
+    assert len(episodes) == len(trajectories) == 4
+    for t in trajectories:
+      shown = run.tokenizer.decode([int(i) for i in t.turns[0].prompt_ids])
+      assert isinstance(t, Trajectory) and ("Skill: [" in shown) == (method == "skill_prompt")
