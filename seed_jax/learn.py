@@ -129,11 +129,14 @@ def skill_pairs(
 ) -> dict[str, np.ndarray]:
   """Both log-probabilities of every token with a skill in scored mini-batches, [1, tokens], and the episode it is of:
   `skill_quality.gain_by_episode`'s arguments. `parts` are the samples of the mini-batches; `logprobs` the sampler's.
+  With rescore = "minibatch" the later mini-batches are not scored yet, and their tokens are not there.
   """
   found: dict[str, list] = {"logprobs": [], "skill_logprobs": [], "mask": [], "episode": []}
   for batches, samples in zip(minibatches, parts, strict=True):
     grids = batching.token_grids(samples, shapes, lambda s: np.full(len(s.targets), s.episode))
     for batch, episode in zip(batches, grids, strict=False):  # no sample at all: one batch and no grid
+      if batch.skill_logprobs is None:
+        continue
       mask, skill_mask, ordinary, skill = jax.device_get(
         (batch.mask, batch.skill_mask, batch.sampler_logprobs, batch.skill_logprobs)
       )

@@ -127,6 +127,7 @@ class SkillBranch:
     pair = {name: tokens[name] for name in ("logprobs", "skill_logprobs", "mask")}
     worth = skill_quality.log_prob_gain(**pair, won=won[np.clip(tokens["episode"], 0, None)])
     log = skill_quality.measure(trajectories, self._seen, tokens=lambda text: len(self.run.tokenizer.encode(text)))
+    del log["skill_overlap"]  # with a library: none is at hand
     rows = skill_log.rows_of(trajectories, gains)
     kept = skill_log.write(self.run.workdir / SKILLS, iteration, rows, max_rows=self._keep)
     self._seen.add(row["skill"] for row in kept)

@@ -206,6 +206,18 @@ def test_pairs_are_those_of_the_tokens_with_a_skill_each_with_its_episode():
   np.testing.assert_allclose(gains[np.isfinite(gains)], 100.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rescore", learn.RESCORE)
+def test_pairs_hold_what_is_scored_before_the_first_update(params, rescore):
+  some = [batching.dataclasses.replace(s, episode=i) for i, s in enumerate(samples(12))]
+  parts, minibatches = parts_of(some, 2)
+  with jax.set_mesh(MESH):
+    scored = learn.score_all(minibatches, sharding.put_params(params, MESH), None, scoring(rescore=rescore))
+  found = learn.skill_pairs(scored, parts, SHAPES[1:])
+  counted = parts[0] if rescore == "minibatch" else some
+  assert set(found["episode"][0]) == {s.episode for s in counted if s.skill_tokens is not None}
+  assert np.isfinite(found["skill_logprobs"]).all() and (found["skill_logprobs"] < 0).all()
+
+
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_pairs_of_no_skill_are_empty(count):
   some = samples(count, skills=False)

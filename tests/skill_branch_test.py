@@ -299,6 +299,7 @@ def test_skills_are_written_with_what_each_is_worth(tmp_path):
   ]
   assert log["skill_gain_on_success"] == pytest.approx((0.5 + 0.25) / 2)  # of the two that were won
   assert log["skill_gain_positive"] == 1.0 and log["skill_novel"] == log["skill_novel_ngrams"] == 1.0
+  assert "skill_overlap" not in log  # there is no library that it could be measured against
   assert log["skill_parse_rate"] == 0.75 and log["skill_distinct"] == 3
   assert log["skill_length"] == pytest.approx(8 / 3) and log["skill_length_max"] == 3  # in tokens
   again = branch.keep(played, tokens_of(played, [0.0] * 4), 4)
