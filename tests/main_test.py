@@ -139,7 +139,11 @@ def test_help_and_list_answer_without_a_config(capsys, tmp_path):
   assert all(f"--{name}: " in capsys.readouterr().out for name in ("config",))
   assert main.cli(["main", "--list", f"--workdir={tmp_path}"]) == 0
   out = capsys.readouterr().out
-  assert "base        done" in out and "collect     not done" in out and all(name in out for name in methods.names())
+  assert (
+    "base        done" in out
+    and "collect     not done" in out
+    and all(f"\n  {name} " in out for name in methods.names())
+  )
 
 
 # ---- stages

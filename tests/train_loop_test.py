@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tiny_config import get_config
 
-from seed_jax import base, library, methods, train
+from seed_jax import base, evaluate, library, methods, report, train
 from seed_jax.advantages import unequal_groups
 from seed_jax.library import Library, Skill
 from seed_jax.run import Run, set_up_jax
@@ -125,13 +125,17 @@ def test_rounds_of_episodes_until_enough_groups_are_kept(start, played, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["vanilla", "skill_prompt"])
 def test_untrained_methods_end_as_they_start(start, played, method):
-  run, summary = trained(start, method, **{"train.panel.every": 2})
+  run, summary = trained(start, method, **{"train.panel.every": 2, "evaluate.mechanism_tasks": 0})
   assert weights(run.workdir, "final") == weights(start, "sft")
   assert read(run.workdir, "metrics.jsonl") == [] and summary["iterations"] == 0 and summary["method"] == method
   assert [row["iteration"] for row in read(run.workdir, "curve.jsonl")] == [0, 4]
   assert len(played) == 2  # the panel, and nothing else
+  values = evaluate.run_evaluate(run)
+  assert values["outcomes"] == values["start"]["outcomes"] and len(played) == 4  # one policy, played as both
+  report.run_report(run)
+  assert "cannot be read" not in (run.workdir / "report.html").read_text()
   for _, episodes, trajectories in played:
-    assert len(episodes) == len(trajectories) == 4
+    assert len(episodes) == len(trajectories) in (4, 12)
     for t in trajectories:
       shown = run.tokenizer.decode([int(i) for i in t.turns[0].prompt_ids])
       assert isinstance(t, Trajectory) and ("Skill: [" in shown) == (method == "skill_prompt")
