@@ -123,6 +123,9 @@ def run_train(run: Run) -> dict:
       num_turns=c.tasks_per_iteration * c.group_size * run.config.rollout.max_steps,
     )
 
+  def transform_coef(iteration):
+    return relatives.linear_decay(iteration, start=loss.transform_coef, iterations=loss.transform_decay)
+
   engine.set_params(params)
   learning = []
   if method.trains:
@@ -131,6 +134,8 @@ def run_train(run: Run) -> dict:
   if theory:
     learning += instruments.programs(params, scoring, shapes, run.mesh, contexts=c.theory_contexts)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
+  if method.transform is not None:
+    others.append(("transform", lambda: transform_coef(0)))
   if method.group_filter is not None:
     nothing = np.zeros(c.tasks_per_iteration * c.group_size)
     as_played = nothing.astype(np.float32), nothing.astype(np.int32)
@@ -169,8 +174,7 @@ def run_train(run: Run) -> dict:
         parts = learn.mini_batches(samples, c.minibatches, process_seed(run.config.seed, f"mini-batches {iteration}"))
         options = scoring.batch_options
         if method.transform is not None:
-          decay = dict(start=loss.transform_coef, iterations=loss.transform_decay)
-          options |= dict(transform_coef=relatives.linear_decay(iteration, **decay))
+          options |= dict(transform_coef=transform_coef(iteration))
         minibatches = [batching.to_batches(part, shapes, run.mesh, **options) for part in parts]
         log |= texts_log
         log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])

@@ -139,3 +139,32 @@ def test_untrained_methods_end_as_they_start(start, played, method):
     for t in trajectories:
       shown = run.tokenizer.decode([int(i) for i in t.turns[0].prompt_ids])
       assert isinstance(t, Trajectory) and ("Skill: [" in shown) == (method == "skill_prompt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "method, changes", [("rlsd", {}), ("gigpo", {}), ("seed", {"train.rescore": "minibatch"}), ("seed_random_text", {})]
+)
+def test_iterations_compile_nothing_whatever_the_method(start, monkeypatch, method, changes):
+  real = Run.parse
+
+  def parse(self, trajectories):
+    log = real(self, trajectories)
+    for t in trajectories:
+      t.skill = f"take {t.group} {t.member}"  # this policy writes none
+    return log
+
+  monkeypatch.setattr(Run, "parse", parse)
+  run, _ = trained(start, method, **changes | {"train.iterations": 2})
+  rows = read(run.workdir, "metrics.jsonl")
+  assert [row["compilations"] for row in rows] == [0, 0]
+  assert all(x is not None and np.isfinite(x) for row in rows for x in row.values())
+  assert weights(run.workdir, "final") != weights(start, "sft")
+  for row in rows:
+    assert ("opd_active_ratio" in row) == ("skill_same_as_own" in row) == methods.get(method).needs_skills
+    assert row.get("opd_active_ratio", 1.0) == 1.0 and ("skill_novel" in row) == methods.get(method).needs_analysis
+  kept = [r["gain"] for r in read(run.workdir, "skills/000002.jsonl")]
+  if changes:  # the second of two mini-batches is scored after the first update: too late to be kept
+    assert len(kept) == 16 and sum(gain is None for gain in kept) == 8
+  else:
+    assert kept == [] or None not in kept
