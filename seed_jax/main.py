@@ -166,6 +166,8 @@ def load_config(path: str):
     spec.loader.exec_module(module)
     config = module.get_config(*([argument] if colon else []))
   except Exception as error:
+    if isinstance(error, ValueError) and _raised_by_us(error):  # such as an unknown method
+      raise UsageError(one_line(error)) from error
     raise UsageError(f"the config {path} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
   if not isinstance(config, ConfigDict):
     raise UsageError(f"get_config of {file} returned a {type(config).__name__}, not a ConfigDict")

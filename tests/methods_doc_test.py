@@ -83,6 +83,12 @@ def test_a_loss_of_ones_own(loaded, tmp_path):
   assert np.isfinite(value)
 
 
+def test_loading_it_a_second_time_says_that_the_name_is_taken(loaded):
+  loaded("my_loss.py")
+  with pytest.raises(main.UsageError, match=r"^the name 'likelier_only' is taken \(mine\); give the "):
+    loaded("my_loss.py")
+
+
 def test_a_transform_of_ones_own(loaded):
   config = loaded("my_transform.py")
   assert config.method == "sharpened" and config.train.loss.transform_coef == 0.5

@@ -10,7 +10,7 @@ from tiny_config import __file__ as TINY
 
 from seed_jax import library, methods, skill_branch, skill_log, skill_sources, skills
 from seed_jax.library import Library, Mistake, Skill
-from seed_jax.run import ConfigError, Run
+from seed_jax.run import Run
 from seed_jax.skill_branch import SkillBranch, library_text, shown
 
 OWN = [
@@ -245,12 +245,6 @@ def test_every_retrieval_finds_the_familys_text_and_asks_once_a_task(tmp_path, m
   for _ in range(3):
     assert "open the microwave." in text("heat some potato and put it in the microwave", "heat")
   assert len(asked) == 1
-
-
-def test_an_unknown_retrieval_is_refused(tmp_path):
-  with_library(tmp_path)
-  with pytest.raises(ConfigError, match="config.library.retrieval='nearest' is unknown; choose family, keyword or emb"):
-    library_text(make(tmp_path, "sdar", **{"library.retrieval": "nearest"}))
 
 
 def test_a_library_of_ones_own_is_read_from_its_path(tmp_path):
