@@ -95,8 +95,9 @@ def run_train(run: Run) -> dict:
       kept += played
       if len(kept) >= c.tasks_per_iteration * c.group_size:
         break
+    kept = kept[: c.tasks_per_iteration * c.group_size]
     log = episode_metrics(everything) | engine_metrics(engine.take_stats())
-    return kept[: c.tasks_per_iteration * c.group_size], log | {"episodes_kept": len(kept)}
+    return kept, log | {"episodes_kept": len(kept)}
 
   def seconds_so_far():
     return seconds_before + time.monotonic() - started - curve.seconds
