@@ -41,8 +41,18 @@ SKILL_SOURCES = {
   "external": "another model's skill of the same trajectory",
   "library": "the text that a fixed library has for the task",
   "random_text": "random tokens, as many as the own skill has",
+  "group_contrast": "a skill of a success to follow and one of a failure to avoid, of a group that has both",
 }
-_HINDSIGHT = ("own", "group", "other_task", "success_only", "failure_only", "frozen_analyzer", "random_text")
+_HINDSIGHT = (
+  "own",
+  "group",
+  "other_task",
+  "success_only",
+  "failure_only",
+  "frozen_analyzer",
+  "random_text",
+  "group_contrast",
+)
 _SOURCES_OF = {"none": ("none",), "own_hindsight": _HINDSIGHT, "external_hindsight": ("external",)}
 
 
@@ -59,6 +69,8 @@ class Method:
   source: where it is defined; says so where it is our reconstruction.
   skill_source: a key of SKILL_SOURCES: whose text it is.
   transform: (*, advantages, old_logprobs, skill_logprobs, skill_mask, coef) -> advantages [B, T], or None.
+  regrade: a transform that needs all turns of a group at once, with turn_ids, group_ids, num_turns and num_groups more;
+    applied to all tokens of an iteration after scoring; or None.
   ratios: importance ratios (*, logprobs, old_logprobs, mask, sequence_ids) -> [B, T].
   step_advantage: (step_returns, anchors, *, num_groups, normalize, eps, weights) -> advantages that are added, with the
     weight train.step_weight, to each step's own; or None. Step returns are discounted by train.gamma.
@@ -75,6 +87,7 @@ class Method:
   source: str
   skill_source: str = "none"
   transform: Callable | None = None
+  regrade: Callable | None = None
   ratios: Callable = losses.token_ratios
   step_advantage: Callable | None = None
   group_filter: Callable | None = None
@@ -105,7 +118,7 @@ class Method:
   @property
   def needs_skills(self) -> bool:
     """Whether a skill context is scored."""
-    return self.auxiliary is not None or self.transform is not None
+    return any(part is not None for part in (self.auxiliary, self.transform, self.regrade))
 
   @property
   def needs_analysis(self) -> bool:
@@ -269,6 +282,17 @@ _TABLE = (
     auxiliary=None,
     transform=losses.opid_advantages,
     loss_transform_coef=0.001,
+  ),
+  _variant(
+    SEED,
+    "grsd",
+    "GRSD, public code BinbZheng1/GRSD: turns re-weighed within their group by what its own contrastive text says of "
+    "them; [R] the text is built from SEED's skills, no policy gradient on the reflections",
+    skill_source="group_contrast",
+    auxiliary=None,
+    regrade=losses.grsd_advantages,
+    needs_sft=False,
+    loss_transform_coef=0.5,
   ),
   # --- other advantages and policy gradients
   _variant(

@@ -16,6 +16,7 @@ from seed_jax import batching, credit, learn, methods, optimizer, relatives, upd
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
+from seed_jax.regrade import Regrade
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
@@ -70,6 +71,7 @@ def run_train(run: Run) -> dict:
   branch = SkillBranch(run, method, params, resume=first)
   engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
   shapes = run.row_shapes(c)
+  regrade = Regrade(run, method, shapes)
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
 
@@ -125,6 +127,7 @@ def run_train(run: Run) -> dict:
   if method.trains:
     learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
+  others += regrade.programs()
   warm_up([*engine.programs(), *learning, *others], run)
   del learning  # it holds the state
   say(f"train: {compiles.take()} programs are compiled")
@@ -170,6 +173,9 @@ def run_train(run: Run) -> dict:
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
       if branch.keeps:
         log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
+      with timer("score"), jax.set_mesh(run.mesh):
+        minibatches, weights_log = regrade(minibatches, parts, trajectories, iteration)
+      log |= weights_log
 
       # ---- 5. the update; one step ahead, the next episodes are played first, and its programs fill their pauses
       work = Pieces(learn.updates(step_fn, state, minibatches, scoring))

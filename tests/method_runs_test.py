@@ -1,0 +1,85 @@
+"""Methods with a part of their own in the training loop, run whole: what it does, and that a stop changes nothing.
+
+The tiny policy wins nothing, so outcomes are put in: even members of a group win.
+"""
+
+import json
+import pathlib
+
+import pytest
+
+from seed_jax import main, run
+from seed_jax.checkpoint import Checkpoints
+
+TINY = pathlib.Path(__file__).parent / "tiny_config.py"
+TIMES = ("seconds", "compilations")  # what a row may differ in
+
+
+def cli(workdir, method, *options):
+  return main.cli(["main", f"--config={TINY}:{method}", f"--workdir={workdir}", "--plain", *options])
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+  """The work directory of an SFT policy."""
+  workdir = tmp_path_factory.mktemp("methods") / "start"
+  assert cli(workdir, "seed", "--stages=base,collect,annotate,sft") == 0
+  return workdir
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+  real = run.Run.play
+
+  def play(*arguments, **options):
+    trajectories = real(*arguments, **options)
+    for t in trajectories:
+      t.won = t.member % 2 == 0
+      t.episode_return = float(t.won)
+    return trajectories
+
+  monkeypatch.setattr(run.Run, "play", play)
+
+
+def rows(workdir):
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_rows(workdir):
+  return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows(workdir)]
+
+
+def weights(workdir):
+  return (workdir / "policy" / "final" / "model.safetensors").read_bytes()
+
+
+def trained(folder, start, monkeypatch, method, *options):
+  """The rows of a run of that method, which ends in the same bits where it was stopped after its second checkpoint."""
+  options = ["--stages=train", f"--config.start={start}", *options]
+  assert cli(folder / "whole", method, *options) == 0
+  real, saves = Checkpoints.save, []
+
+  def save(self, step, *arguments):
+    real(self, step, *arguments)
+    saves.append(step)
+    if len(saves) == 2:
+      raise RuntimeError("the machine is needed elsewhere")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Checkpoints, "save", save)
+    assert cli(folder / "broken", method, *options) != 0
+  assert cli(folder / "broken", method, *options) == 0
+  assert weights(folder / "broken") == weights(folder / "whole")
+  assert same_rows(folder / "broken") == same_rows(folder / "whole")
+  found = rows(folder / "whole")
+  assert len(found) == 4 and [row["compilations"] for row in found] == [0] * 4  # all of it before the first iteration
+  return found
+
+
+@pytest.mark.slow
+def test_grsd_weighs_turns_by_the_contrast_of_their_group(tmp_path, start, outcomes, monkeypatch):
+  found = trained(tmp_path, start, monkeypatch, "grsd")
+  assert any(row["opd_active_ratio"] > 0 for row in found)
+  for row in found:
+    # coef 0.5, g within 0.2: no advantage changes by more than a tenth
+    assert (0 < row["regrade_change"] <= 0.1 + 1e-6) == (row["opd_active_ratio"] > 0)
