@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from seed_jax import losses
 from seed_jax.advantages import rloo_advantages, unequal_groups
-from seed_jax.step_advantages import step_advantages
+from seed_jax.step_advantages import istar_turn_advantages, pairwise_prm_loss, step_advantages
 
 CONTEXTS = {
   "none": "no skill anywhere",
@@ -71,6 +71,8 @@ class Method:
   transform: (*, advantages, old_logprobs, skill_logprobs, skill_mask, coef) -> advantages [B, T], or None.
   regrade: a transform that needs all turns of a group at once, with turn_ids, group_ids, num_turns and num_groups more;
     applied to all tokens of an iteration after scoring; or None.
+  reward_loss: (*, scores, group_ids, success) -> scalar: trains an implicit process reward model, a second policy that
+    starts as the first; `regrade` then gets its log-probabilities for those of a skill context. None: there is none.
   ratios: importance ratios (*, logprobs, old_logprobs, mask, sequence_ids) -> [B, T].
   step_advantage: (step_returns, anchors, *, num_groups, normalize, eps, weights) -> advantages that are added, with the
     weight train.step_weight, to each step's own; or None. Step returns are discounted by train.gamma.
@@ -88,6 +90,7 @@ class Method:
   skill_source: str = "none"
   transform: Callable | None = None
   regrade: Callable | None = None
+  reward_loss: Callable | None = None
   ratios: Callable = losses.token_ratios
   step_advantage: Callable | None = None
   group_filter: Callable | None = None
@@ -101,6 +104,8 @@ class Method:
     if self.needs_skills and self.context not in RESCORED:
       what = "an auxiliary loss" if self.auxiliary is not None else "a transform of advantages"
       raise ValueError(f"method {self.name!r}: {what} compares two contexts, but context={self.context!r} gives one")
+    if self.reward_loss is not None and self.regrade is None:
+      raise ValueError(f"method {self.name!r}: it trains a reward model, but no regrade uses what that says")
     if not self.trains and self.context not in ("none", "library_evaluation"):
       raise ValueError(f"method {self.name!r}: neither an auxiliary loss nor a policy gradient: nothing to learn from")
     fitting = _SOURCES_OF.get(self.context, ("library",))
@@ -118,7 +123,8 @@ class Method:
   @property
   def needs_skills(self) -> bool:
     """Whether a skill context is scored."""
-    return any(part is not None for part in (self.auxiliary, self.transform, self.regrade))
+    compares = self.regrade is not None and self.reward_loss is None
+    return self.auxiliary is not None or self.transform is not None or compares
 
   @property
   def needs_analysis(self) -> bool:
@@ -301,6 +307,16 @@ _TABLE = (
     "GiGPO, arXiv:2505.10978: groups of equal observations credit single steps",
     step_advantage=step_advantages,
     settings=(("train.gamma", 0.95), ("train.step_weight", 1.0)),
+  ),
+  _variant(
+    GRPO,
+    "istar",
+    "iStar, arXiv:2509.19199: step credit by an implicit process reward model that is trained along, no KL; [R] one "
+    "update of it an iteration, at twice the policy's learning rate",
+    regrade=istar_turn_advantages,
+    reward_loss=pairwise_prm_loss,
+    loss_transform_coef=1.0,
+    loss_kl_coef=0.0,
   ),
   _variant(
     GRPO,

@@ -17,8 +17,11 @@ import numpy as np
 from seed_jax import batching
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
+from seed_jax.models.config import ModelConfig
+from seed_jax.optimizer import make_optimizer
 from seed_jax.relatives import linear_decay
-from seed_jax.run import Run
+from seed_jax.reward_model import RewardModel
+from seed_jax.run import Run, optimizer_config
 from seed_jax.trajectory import Trajectory
 from seed_jax.update import Batch
 
@@ -66,7 +69,11 @@ class Line:
 
   def read(self, minibatches: Minibatches, field: Callable[[Batch], jax.Array]) -> np.ndarray:
     """`field(batch)` [M, B, R] of every token."""
-    return self._line([jax.device_get([field(b) for b in part]) for part in minibatches], np.float32)
+    return self.flat([[field(b) for b in part] for part in minibatches])
+
+  def flat(self, arrays: Sequence[Sequence[jax.Array]]) -> np.ndarray:
+    """Arrays [M, B, R], those of a mini-batch in a list of their own, as a line."""
+    return self._line(jax.device_get(list(arrays)), np.float32)
 
   def write(self, minibatches: Minibatches, advantages) -> list[list[Batch]]:
     """The mini-batches with these advantages, [1, room.tokens]."""
@@ -95,17 +102,22 @@ class Line:
 
 
 def regraded(
-  regrade: Callable, line: Line, minibatches: Minibatches, *, coef: float
+  regrade: Callable, line: Line, minibatches: Minibatches, *, coef: float, reward_logprobs: np.ndarray | None = None
 ) -> tuple[list[list[Batch]], dict[str, float]]:
   """Scored mini-batches with the advantages that `regrade` gives, and metrics: `regrade_change`, the mean over tokens
   of |new - old| / (mean over tokens of |old|).
+
+  `regrade` compares with the skill context, or, where they are there, with a reward model's log-probabilities, [1, n].
   """
   values = dict(
     advantages=line.read(minibatches, lambda b: b.advantages),
     old_logprobs=line.read(minibatches, lambda b: b.old_logprobs),
-    skill_logprobs=line.read(minibatches, lambda b: b.skill_logprobs),
-    skill_mask=line.read(minibatches, lambda b: b.skill_mask),
   )
+  if reward_logprobs is None:
+    values["skill_logprobs"] = line.read(minibatches, lambda b: b.skill_logprobs)
+    values["skill_mask"] = line.read(minibatches, lambda b: b.skill_mask)
+  else:
+    values |= dict(skill_logprobs=reward_logprobs, skill_mask=line.mask)
   ids = dict(turn_ids=line.turn_ids, group_ids=line.group_ids)
   new = np.asarray(call(regrade, **values, **ids, coef=coef, num_turns=line.room.turns, num_groups=line.room.groups))
   change, size = np.abs(new - values["advantages"]).sum(), np.abs(values["advantages"]).sum()
@@ -126,10 +138,23 @@ def compile_call(regrade: Callable, room: Room, coef=0.0) -> None:
 
 
 class Regrade:
-  """Between scoring and the update of stage `train`: new advantages where the method has a `regrade`, else nothing."""
+  """Between scoring and the update of stage `train`: new advantages where the method has a `regrade`, else nothing.
 
-  def __init__(self, run: Run, method: Method, shapes: Sequence[RowShape]):
+  reward_model: of a method that trains one, else None; its `state` belongs into the run's checkpoints.
+  """
+
+  def __init__(self, run: Run, method: Method, shapes: Sequence[RowShape], model: ModelConfig, params):
     c, r = run.config.train, run.config.rollout
+    self.reward_model = None
+    if method.reward_loss is not None:
+      # iStar's rates, 1e-6 beside the policy's 5e-7, and its bound of the gradient
+      config = optimizer_config(c.optimizer)
+      config = dataclasses.replace(config, learning_rate=2 * config.learning_rate, clip_norm=10.0)
+      chain = make_optimizer(config, c.iterations)
+      options = dict(episodes=c.tasks_per_iteration * c.group_size, temperature=r.temperature)
+      with jax.set_mesh(run.mesh):
+        self.reward_model = RewardModel(model, params, chain, method.reward_loss, **options)
+    self._mesh = run.mesh
     turns = c.tasks_per_iteration * c.group_size * r.max_steps
     self.room = Room(turns * r.max_response, turns, c.tasks_per_iteration * c.max_generations)
     self.regrade, self.shapes, self._loss = method.regrade, shapes, c.loss
@@ -138,14 +163,23 @@ class Regrade:
     """What calls will compile, as (name, a call that compiles it)."""
     if self.regrade is None:
       return []
-    return [("weights of turns", lambda: compile_call(self.regrade, self.room, self._coef(0)))]
+    out = [("weights of turns", lambda: compile_call(self.regrade, self.room, self._coef(0)))]
+    if self.reward_model is not None:
+      out.append(("reward model", lambda: self.reward_model.compile(self.shapes, self._mesh)))
+    return out
 
   def __call__(self, minibatches: Minibatches, parts, trajectories: Sequence[Trajectory], iteration: int):
     """(mini-batches, metrics), given the mini-batches of these samples as `learn.score_all` leaves them."""
     if self.regrade is None:
       return minibatches, {}
     line = Line(parts, self.shapes, trajectories, self.room)
-    return regraded(self.regrade, line, minibatches, coef=self._coef(iteration))
+    coef = self._coef(iteration)
+    if self.reward_model is None:
+      return regraded(self.regrade, line, minibatches, coef=coef)
+    rewards = line.flat(self.reward_model.score(minibatches))
+    new, log = regraded(self.regrade, line, minibatches, coef=coef, reward_logprobs=rewards)
+    gaps = rewards - line.read(minibatches, lambda b: b.old_logprobs)
+    return new, log | self.reward_model.train(minibatches, line, trajectories, gaps)
 
   def _coef(self, iteration: int):
     return linear_decay(iteration, start=self._loss.transform_coef, iterations=self._loss.transform_decay)

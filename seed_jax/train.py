@@ -50,11 +50,22 @@ def run_train(run: Run) -> dict:
   # ---- where a former run got to
   checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=run.config.checkpoint.keep)
   behaviour = params  # that samples the next episodes: with async_level=1 the policy before the last update
-  found = checkpoints.restore((state, params) if c.async_level else state, run.resume_step("train"))
+  shapes = run.row_shapes(c)
+  regrade = Regrade(run, method, shapes, model, params)
+
+  def kept(behaviour):
+    """What a checkpoint holds: the state, and what else changes where there is more."""
+    more = [behaviour] * c.async_level + [r.state for r in (regrade.reward_model,) if r is not None]
+    return (state, *more) if more else state
+
+  found = checkpoints.restore(kept(params), run.resume_step("train"))
   first, seconds_before, counts = 0, 0.0, None
   if found:
     first, restored, record = found
-    state, behaviour = restored if c.async_level else (restored, None)
+    state, *more = restored if isinstance(restored, tuple | list) else (restored,)
+    behaviour = more.pop(0) if c.async_level else None
+    if regrade.reward_model is not None:
+      regrade.reward_model.state = more.pop()
     seconds_before, counts = record["seconds"], record["counts"]
     checkpoints.drop_after(first)
     say(f"train: resumed at iteration {first} of {c.iterations}")
@@ -70,8 +81,6 @@ def run_train(run: Run) -> dict:
   curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
   branch = SkillBranch(run, method, params, resume=first)
   engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
-  shapes = run.row_shapes(c)
-  regrade = Regrade(run, method, shapes)
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
 
@@ -194,9 +203,8 @@ def run_train(run: Run) -> dict:
       curve.count(log)
       curve.point(iteration + 1, engine, pool, state.params)
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
-        saved = (state, behaviour) if c.async_level else state
         record = {"seconds": seconds_so_far(), "method": method.name, "counts": curve.counts}
-        checkpoints.save(iteration + 1, saved, record)
+        checkpoints.save(iteration + 1, kept(behaviour), record)
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 

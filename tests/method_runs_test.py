@@ -77,6 +77,16 @@ def trained(folder, start, monkeypatch, method, *options):
 
 
 @pytest.mark.slow
+def test_istar_trains_its_reward_model_along(tmp_path, start, outcomes, monkeypatch):
+  found = trained(tmp_path, start, monkeypatch, "istar")
+  # four groups of two successes and two failures
+  assert all(row["reward_pairs"] == 16 and row["reward_grad_norm"] > 0 for row in found)
+  # the model starts as the policy: every pair is a tie, log 2, and no step is better than another
+  assert found[0]["reward_loss"] == pytest.approx(0.693147) and found[0]["regrade_change"] == 0
+  assert all(0 < abs(row["reward_loss"] - 0.693147) < 0.1 and row["regrade_change"] > 0.01 for row in found[1:])
+
+
+@pytest.mark.slow
 def test_grsd_weighs_turns_by_the_contrast_of_their_group(tmp_path, start, outcomes, monkeypatch):
   found = trained(tmp_path, start, monkeypatch, "grsd")
   assert any(row["opd_active_ratio"] > 0 for row in found)
