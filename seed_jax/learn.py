@@ -121,15 +121,23 @@ def update_all(
 
 
 def updates(
-  step: Update, state: TrainState, minibatches: Sequence[Sequence[Batch]], scoring: Scoring
+  step: Update,
+  state: TrainState,
+  minibatches: Sequence[Sequence[Batch]],
+  scoring: Scoring,
+  replayed: Sequence[Sequence[Batch]] = (),
 ) -> Generator[None, None, tuple[TrainState, dict[str, float]]]:
-  """`update_all` as a generator that stops after every program, for who fills the pauses of something else with it."""
+  """`update_all` as a generator that stops after every program, for who fills the pauses of something else with it.
+
+  `replayed`: scored batches of older samples, for each of the first mini-batches a list; see `Update.pieces`.
+  """
   taken = []
   for number, part in enumerate(minibatches):
     if number and scoring.rescore == "minibatch" and scoring.method.needs_skills:
       part = [rescored(b, state.params, scoring) for b in part]
     ordinary = [b.replace(skill=None) for b in part]  # only these rows are differentiated
-    state, metrics = yield from step.pieces(state, ordinary)
+    more = [[b.replace(skill=None) for b in replayed[number]]] if number < len(replayed) else []
+    state, metrics = yield from step.pieces(state, ordinary, *more)
     taken.append(metrics)
   taken = jax.device_get(taken)
   over = {name: np.max if name.endswith("_max") else np.mean for name in taken[0]}

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from seed_jax import losses
-from seed_jax.advantages import rloo_advantages, unequal_groups
+from seed_jax.advantages import most_unequal_groups, rloo_advantages, unequal_groups
+from seed_jax.replay import ReplayConfig
 from seed_jax.step_advantages import istar_turn_advantages, pairwise_prm_loss, step_advantages
 
 CONTEXTS = {
@@ -77,6 +78,7 @@ class Method:
   step_advantage: (step_returns, anchors, *, num_groups, normalize, eps, weights) -> advantages that are added, with the
     weight train.step_weight, to each step's own; or None. Step returns are discounted by train.gamma.
   group_filter: (returns, group_ids, *, num_groups) -> [num_groups] bool, which groups stay in the batch; or None.
+  replay: how successes of earlier iterations are replayed; or None.
   settings: what the method's own recipe changes in a config, as (path, value) pairs; see `settings`.
   """
 
@@ -94,6 +96,7 @@ class Method:
   ratios: Callable = losses.token_ratios
   step_advantage: Callable | None = None
   group_filter: Callable | None = None
+  replay: ReplayConfig | None = None
   settings: tuple[tuple[str, object], ...] = ()
 
   def __post_init__(self):
@@ -342,6 +345,20 @@ _TABLE = (
     group_filter=unequal_groups,
     settings=(("train.max_generations", 10),),
     loss_clip_high=0.28,
+    loss_kl_coef=0.0,
+  ),
+  _variant(
+    GRPO,
+    "spear",
+    "SPEAR, arXiv:2509.22601: its own successes replayed with advantages of today; clip 0.2 / 0.28, no deviation, no "
+    "KL, the 75 % most unequal groups; [R] the constant of sums is 512, no intrinsic reward, no filters of episodes",
+    group_filter=most_unequal_groups,
+    replay=ReplayConfig(),
+    settings=(("train.normalize", "mean"),),
+    loss_clip_high=0.28,
+    loss_dual_clip=10.0,
+    loss_aggregation="sequence_mean_token_sum_norm",
+    loss_aggregation_length=512.0,
     loss_kl_coef=0.0,
   ),
   _variant(

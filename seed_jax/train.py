@@ -17,6 +17,7 @@ from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.regrade import Regrade
+from seed_jax.replay_buffer import Replay
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
@@ -80,6 +81,7 @@ def run_train(run: Run) -> dict:
     )
   curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
   branch = SkillBranch(run, method, params, resume=first)
+  replay = Replay(run, scoring, shapes, resume=first)
   engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
@@ -134,9 +136,13 @@ def run_train(run: Run) -> dict:
   engine.set_params(params)
   learning = []
   if method.trains:
-    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
+    count = c.minibatches if method.replay is None else max(c.minibatches, 2)  # replayed ones are scored as later ones
+    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=count)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
-  others += regrade.programs()
+  others += regrade.programs() + replay.programs()
+  if method.group_filter is not None:  # compiled here and not below: `sample` calls it without the mesh
+    nobody = np.zeros(c.tasks_per_iteration * c.group_size, np.float32)
+    method.group_filter(nobody, nobody.astype(np.int32), num_groups=c.tasks_per_iteration)
   warm_up([*engine.programs(), *learning, *others], run)
   del learning  # it holds the state
   say(f"train: {compiles.take()} programs are compiled")
@@ -184,10 +190,11 @@ def run_train(run: Run) -> dict:
         log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
       with timer("score"), jax.set_mesh(run.mesh):
         minibatches, weights_log = regrade(minibatches, parts, trajectories, iteration)
-      log |= weights_log
+        replayed, replay_log = replay(trajectories, samples, iteration, state.params, reference)
+      log |= weights_log | replay_log
 
       # ---- 5. the update; one step ahead, the next episodes are played first, and its programs fill their pauses
-      work = Pieces(learn.updates(step_fn, state, minibatches, scoring))
+      work = Pieces(learn.updates(step_fn, state, minibatches, scoring, replayed))
       if c.async_level and iteration + 1 < c.iterations:
         with jax.set_mesh(run.mesh):
           behaviour = copied(state.params)  # the update gives the buffers of its state away

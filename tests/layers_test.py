@@ -20,8 +20,8 @@ ORDER = """
   learning: optimizer update checkpoint
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources credit batching learn rollout
-  programs: run reward_model regrade supervised curve base collect annotate library_stage skill_branch sft train
-  programs: mechanism evaluate
+  programs: run reward_model regrade replay_buffer supervised curve base collect annotate library_stage skill_branch
+  programs: sft train mechanism evaluate
   programs: charts page skill_report report compare_results compare_page compare preflight main
 """
 LAYER = {

@@ -4,6 +4,7 @@ The tiny policy wins nothing, so outcomes are put in: even members of a group wi
 """
 
 import json
+import math
 import pathlib
 
 import pytest
@@ -84,6 +85,17 @@ def test_istar_trains_its_reward_model_along(tmp_path, start, outcomes, monkeypa
   # the model starts as the policy: every pair is a tie, log 2, and no step is better than another
   assert found[0]["reward_loss"] == pytest.approx(0.693147) and found[0]["regrade_change"] == 0
   assert all(0 < abs(row["reward_loss"] - 0.693147) < 0.1 and row["regrade_change"] > 0.01 for row in found[1:])
+
+
+@pytest.mark.slow
+def test_spear_replays_its_successes(tmp_path, start, outcomes, monkeypatch):
+  found = trained(tmp_path, start, monkeypatch, "spear")
+  # three of four groups stay, with two successes each: 10 (1 - 1/2) = 5 is above the threshold
+  assert [row["episodes_kept"] for row in found] == [12] * 4 and [row["replay_admitted"] for row in found] == [6] * 4
+  # those of earlier iterations are worth 10 - 5 and not too old; at most as many as there are fresh samples
+  assert [row["replay_samples"] for row in found] == [0, 6, 12, 12]
+  ramp = [row["replay_coef"] for row in found]
+  assert ramp[0] == 0 and ramp == sorted(ramp) and ramp[-1] == pytest.approx((1 - math.cos(0.03 * math.pi)) / 2)
 
 
 @pytest.mark.slow

@@ -47,10 +47,13 @@ def model_of(params, rate=1.0, **options):
   )
 
 
-def token_logprobs(params, sample):
-  logits = decoder.logits(params, sample.tokens[None], CONFIG) / 0.8
-  place, word = np.eye(len(sample.tokens))[sample.index], np.eye(CONFIG.vocab_size)[sample.targets]
-  return jnp.einsum("rt,rv,btv->r", place, word, jax.nn.log_softmax(logits))
+def token_logprobs(params, some):
+  """Of every sample its targets' log-probabilities, each sample alone in a padded row."""
+  length = max(len(s.tokens) for s in some)
+  rows = np.stack([np.pad(s.tokens, (0, length - len(s.tokens))) for s in some])
+  all_words = jax.nn.log_softmax(decoder.logits(params, rows, CONFIG) / 0.8)
+  pick = lambda i, s: (np.eye(len(some))[i], np.eye(length)[s.index], np.eye(CONFIG.vocab_size)[s.targets])  # noqa: E731
+  return [jnp.einsum("b,rt,rv,btv->r", *pick(i, s), all_words) for i, s in enumerate(some)]
 
 
 WON = [True, False, False, True, True, False, True, True, True]  # 2 + 2 + 0 pairs
@@ -68,8 +71,8 @@ def test_an_update_is_the_gradient_of_the_pairwise_loss(params):
 
   def loss(params):
     scores = []
-    for s in made:
-      gap = token_logprobs(params, s) - jax.lax.stop_gradient(token_logprobs(old, s))
+    for s, new, before in zip(made, token_logprobs(params, made), token_logprobs(old, made), strict=True):
+      gap = new - jax.lax.stop_gradient(before)
       rewards = [
         implicit_step_rewards(
           prm_logprobs=gap[None], old_logprobs=jnp.zeros_like(gap)[None], mask=s.turns[None] == i, beta=BETA
