@@ -10,6 +10,7 @@ All estimators are called alike, (returns, group_ids, *, num_groups, normalize, 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +115,23 @@ def unequal_groups(returns, group_ids, *, num_groups: int, weights=None):
   return jax.ops.segment_max(jnp.where(weights > 0, above, 0.0), ids, num_segments=num_groups) > 0
 
 
+@functools.partial(jax.jit, static_argnames="num_groups")
 def equal_groups(returns, group_ids, *, num_groups: int, weights=None):
   """The complement of `unequal_groups`, [num_groups] bool: the groups that have no policy gradient (SEED, Prop. 2)."""
   return ~unequal_groups(returns, group_ids, num_groups=num_groups, weights=weights)
+
+
+@functools.partial(jax.jit, static_argnames=("num_groups", "share"))
+def most_unequal_groups(returns, group_ids, *, num_groups: int, share: float = 0.75, weights=None):
+  """SPEAR's filter, [num_groups] bool: the `share` of the groups, rounded up, whose returns have the largest deviation.
+
+  Of equal ones the lower numbers; a group without a sample comes last. Source: arXiv:2509.22601, which keeps 75 %.
+  """
+  above, ids, weights, total = _groups(returns, group_ids, weights, num_groups)
+  count = total(jnp.ones_like(above))
+  variance = total(jnp.square(above - (total(above) / jnp.maximum(count, 1.0))[ids])) / jnp.maximum(count, 1.0)
+  rank = jnp.argsort(jnp.argsort(-jnp.where(count > 0, variance, -1.0), stable=True))
+  return rank < math.ceil(share * num_groups)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------

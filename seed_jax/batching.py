@@ -40,6 +40,7 @@ class Sample:
   skill_tokens: np.ndarray | None = None  # int32[m]
   skill_index: np.ndarray | None = None  # int32[r]
   episode: int = 0  # which of the trajectories it comes from
+  turns: np.ndarray | None = None  # int32[r], which turn of that trajectory a token is of
 
   @property
   def needs(self) -> tuple[int, int, int]:
@@ -117,6 +118,7 @@ def episode_samples(
           skill_tokens=skill[0],
           skill_index=skill[1],
           episode=number,
+          turns=np.repeat(np.asarray(part, np.int32), [len(t.response_ids) for t in chosen]),
         )
       )
   return samples

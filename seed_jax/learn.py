@@ -11,7 +11,8 @@ What is scored, in units of one forward pass over the ordinary rows (no gradient
 |            | with rescore = "minibatch": one pass              | one pass, just before its update  |
 
 plus one pass by the reference where the loss has a KL term. Micro-batches in which no sample has a skill are left out
-of the skill context.
+of the skill context. Where a method re-weighs whole groups after scoring (`Method.regrade`), the first mini-batch is
+scored like a later one.
 
 What both contexts of a sample have in common, their tokens before the inserted skill, is computed twice: 8 % of a pair
 in transcripts of the quickstart, 2-5 % in ALFWorld windows. A program of its own would cost more than that.
@@ -54,12 +55,22 @@ class Scoring:
       raise ValueError(
         f"rescore={self.rescore!r} is unknown; choose iteration (official code) or minibatch (the paper's notation)"
       )
+    if self.rescore != "iteration" and self.method.regrade is not None and self.method.needs_skills:
+      raise ValueError(
+        f"method {self.method.name!r} weighs all turns of an iteration at once, so that "
+        f"rescore={self.rescore!r} has no meaning; use rescore=iteration"
+      )
 
   @property
   def batch_options(self) -> dict:
     """What `batching.to_batches` must put into a batch for this loss: structure, the same in every iteration."""
     coef = None if self.method.transform is None else self.loss.transform_coef
     return dict(skills=self.method.needs_skills, transform_coef=coef)
+
+  @property
+  def own_old(self) -> bool:
+    """Whether the update's own log-probabilities are the first mini-batch's old ones: nothing else reads them."""
+    return self.method.regrade is None
 
 
 def mini_batches(samples: Sequence[Sample], count: int, seed: int) -> list[list[Sample]]:
@@ -97,7 +108,8 @@ def rescored(batch: Batch, params, scoring: Scoring) -> Batch:
 def score_all(minibatches: Sequence[Sequence[Batch]], params, reference, scoring: Scoring) -> list[list[Batch]]:
   """`scored` for the mini-batches of an iteration, in their order."""
   return [
-    [scored(b, params, reference, scoring, first=not number) for b in part] for number, part in enumerate(minibatches)
+    [scored(b, params, reference, scoring, first=scoring.own_old and not number) for b in part]
+    for number, part in enumerate(minibatches)
   ]
 
 
@@ -109,15 +121,23 @@ def update_all(
 
 
 def updates(
-  step: Update, state: TrainState, minibatches: Sequence[Sequence[Batch]], scoring: Scoring
+  step: Update,
+  state: TrainState,
+  minibatches: Sequence[Sequence[Batch]],
+  scoring: Scoring,
+  replayed: Sequence[Sequence[Batch]] = (),
 ) -> Generator[None, None, tuple[TrainState, dict[str, float]]]:
-  """`update_all` as a generator that stops after every program, for who fills the pauses of something else with it."""
+  """`update_all` as a generator that stops after every program, for who fills the pauses of something else with it.
+
+  `replayed`: scored batches of older samples, for each of the first mini-batches a list; see `Update.pieces`.
+  """
   taken = []
   for number, part in enumerate(minibatches):
     if number and scoring.rescore == "minibatch" and scoring.method.needs_skills:
       part = [rescored(b, state.params, scoring) for b in part]
     ordinary = [b.replace(skill=None) for b in part]  # only these rows are differentiated
-    state, metrics = yield from step.pieces(state, ordinary)
+    more = [[b.replace(skill=None) for b in replayed[number]]] if number < len(replayed) else []
+    state, metrics = yield from step.pieces(state, ordinary, *more)
     taken.append(metrics)
   taken = jax.device_get(taken)
   over = {name: np.max if name.endswith("_max") else np.mean for name in taken[0]}
@@ -172,11 +192,11 @@ def programs(
     return batch
 
   def update(shape):
-    step.compile(state, warm(shape, True).replace(skill=None))
+    step.compile(state, warm(shape, scoring.own_old).replace(skill=None))
 
   out = []
   for shape in shapes:
-    kinds = (("first", True), ("later", False))[:minibatches]
+    kinds = (("first", True), ("later", False))[:minibatches] if scoring.own_old else (("every", False),)
     out += [
       (f"scoring a {kind} mini-batch, rows of {shape.length}", functools.partial(warm, shape, first))
       for kind, first in kinds

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from seed_jax import losses
-from seed_jax.advantages import equal_groups, rloo_advantages, unequal_groups
-from seed_jax.step_advantages import step_advantages
+from seed_jax.advantages import equal_groups, most_unequal_groups, rloo_advantages, unequal_groups
+from seed_jax.replay import ReplayConfig
+from seed_jax.step_advantages import istar_turn_advantages, pairwise_prm_loss, step_advantages
 
 CONTEXTS = {
   "none": "no skill anywhere",
@@ -41,8 +42,18 @@ SKILL_SOURCES = {
   "external": "another model's skill of the same trajectory",
   "library": "the text that a fixed library has for the task",
   "random_text": "random tokens, as many as the own skill has",
+  "group_contrast": "a skill of a success to follow and one of a failure to avoid, of a group that has both",
 }
-_HINDSIGHT = ("own", "group", "other_task", "success_only", "failure_only", "frozen_analyzer", "random_text")
+_HINDSIGHT = (
+  "own",
+  "group",
+  "other_task",
+  "success_only",
+  "failure_only",
+  "frozen_analyzer",
+  "random_text",
+  "group_contrast",
+)
 _SOURCES_OF = {"none": ("none",), "own_hindsight": _HINDSIGHT, "external_hindsight": ("external",)}
 
 
@@ -59,11 +70,16 @@ class Method:
   source: where it is defined; says so where it is our reconstruction.
   skill_source: a key of SKILL_SOURCES: whose text it is.
   transform: (*, advantages, old_logprobs, skill_logprobs, skill_mask, coef) -> advantages [B, T], or None.
+  regrade: a transform that needs all turns of a group at once, with turn_ids, group_ids, num_turns and num_groups more;
+    applied to all tokens of an iteration after scoring; or None.
+  reward_loss: (*, scores, group_ids, success) -> scalar: trains an implicit process reward model, a second policy that
+    starts as the first; `regrade` then gets its log-probabilities for those of a skill context. None: there is none.
   ratios: importance ratios (*, logprobs, old_logprobs, mask, sequence_ids) -> [B, T].
   step_advantage: (step_returns, anchors, *, num_groups, normalize, eps, weights) -> advantages that are added, with the
     weight train.step_weight, to each step's own; or None. Step returns are discounted by train.gamma.
   group_filter: (returns, group_ids, *, num_groups) -> [num_groups] bool, which groups stay in the batch (an id of -1:
     an episode that broke off); or None.
+  replay: how successes of earlier iterations are replayed; or None.
   settings: what the method's own recipe changes in a config, as (path, value) pairs; see `settings`.
   """
 
@@ -76,9 +92,12 @@ class Method:
   source: str
   skill_source: str = "none"
   transform: Callable | None = None
+  regrade: Callable | None = None
+  reward_loss: Callable | None = None
   ratios: Callable = losses.token_ratios
   step_advantage: Callable | None = None
   group_filter: Callable | None = None
+  replay: ReplayConfig | None = None
   settings: tuple[tuple[str, object], ...] = ()
 
   def __post_init__(self):
@@ -89,6 +108,8 @@ class Method:
     if self.needs_skills and self.context not in RESCORED:
       what = "an auxiliary loss" if self.auxiliary is not None else "a transform of advantages"
       raise ValueError(f"method {self.name!r}: {what} compares two contexts, but context={self.context!r} gives one")
+    if self.reward_loss is not None and self.regrade is None:
+      raise ValueError(f"method {self.name!r}: it trains a reward model, but no regrade uses what that says")
     if not self.trains and self.context not in ("none", "library_evaluation"):
       raise ValueError(f"method {self.name!r}: neither an auxiliary loss nor a policy gradient: nothing to learn from")
     fitting = _SOURCES_OF.get(self.context, ("library",))
@@ -106,7 +127,8 @@ class Method:
   @property
   def needs_skills(self) -> bool:
     """Whether a skill context is scored."""
-    return self.auxiliary is not None or self.transform is not None
+    compares = self.regrade is not None and self.reward_loss is None
+    return self.auxiliary is not None or self.transform is not None or compares
 
   @property
   def needs_analysis(self) -> bool:
@@ -272,6 +294,17 @@ _TABLE = (
     transform=losses.opid_advantages,
     loss_transform_coef=0.001,
   ),
+  _variant(
+    SEED,
+    "grsd",
+    "GRSD, public code BinbZheng1/GRSD: turns re-weighed within their group by what its own contrastive text says of "
+    "them; [R] the text is built from SEED's skills, no policy gradient on the reflections",
+    skill_source="group_contrast",
+    auxiliary=None,
+    regrade=losses.grsd_advantages,
+    needs_sft=False,
+    loss_transform_coef=0.5,
+  ),
   # --- other advantages and policy gradients
   _variant(
     GRPO,
@@ -279,6 +312,16 @@ _TABLE = (
     "GiGPO, arXiv:2505.10978: groups of equal observations credit single steps",
     step_advantage=step_advantages,
     settings=(("train.gamma", 0.95), ("train.step_weight", 1.0)),
+  ),
+  _variant(
+    GRPO,
+    "istar",
+    "iStar, arXiv:2509.19199: step credit by an implicit process reward model that is trained along, no KL; [R] one "
+    "update of it an iteration, at twice the policy's learning rate",
+    regrade=istar_turn_advantages,
+    reward_loss=pairwise_prm_loss,
+    loss_transform_coef=1.0,
+    loss_kl_coef=0.0,
   ),
   _variant(
     GRPO,
@@ -304,6 +347,20 @@ _TABLE = (
     group_filter=unequal_groups,
     settings=(("train.max_generations", 10),),
     loss_clip_high=0.28,
+    loss_kl_coef=0.0,
+  ),
+  _variant(
+    GRPO,
+    "spear",
+    "SPEAR, arXiv:2509.22601: its own successes replayed with advantages of today; clip 0.2 / 0.28, no deviation, no "
+    "KL, the 75 % most unequal groups; [R] the constant of sums is 512, no intrinsic reward, no filters of episodes",
+    group_filter=most_unequal_groups,
+    replay=ReplayConfig(),
+    settings=(("train.normalize", "mean"),),
+    loss_clip_high=0.28,
+    loss_dual_clip=10.0,
+    loss_aggregation="sequence_mean_token_sum_norm",
+    loss_aggregation_length=512.0,
     loss_kl_coef=0.0,
   ),
   _variant(

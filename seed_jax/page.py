@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from seed_jax import charts
+
 TEXT_LIMIT = 2_000  # Characters of one observation, response or skill.
 
 
@@ -35,6 +37,16 @@ def document(title: str, sections: Iterable[str]) -> str:
     + "\n".join(section for section in sections if section)
     + "\n</body>\n</html>\n"
   )
+
+
+def figure(name: str, series: Mapping[str, charts.Points], svg: str) -> str:
+  """A chart with its title, and for readers of text the first and last mean of every series."""
+  notes = []
+  for key, (_, values) in series.items():
+    known = [value for value in charts.smooth(values, max(1, len(values) // 10)) if math.isfinite(value)]
+    if known:
+      notes.append(f"{clean(key, 60)} {known[0]:.3g} → {known[-1]:.3g}")
+  return f"<figure><h3>{clean(name, 60)}</h3>{svg}<figcaption>{'; '.join(notes)}</figcaption></figure>"
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:

@@ -1,15 +1,33 @@
 """SPEAR's self-imitation as functions: which old episodes are kept, what they are worth now, which tokens they move.
 
-Shapes: n episodes in the buffer, B rows, T tokens. Source: arXiv:2509.22601 and its public code. The curriculum of the
-coefficients (cosine ramps) belongs to the training loop.
+Shapes: n episodes in the buffer, B rows, T tokens. Source: arXiv:2509.22601 and its public code. The buffer itself is
+`replay_buffer`.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from seed_jax.token_losses import per_token, same_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+  """max_age: iterations that a sample stays. size: samples of the buffer, the newest stay. baselines: group means that
+  the median is taken of. threshold: an episode enters with an advantage above it. coef, ramp: of the replay loss, over
+  so many iterations from 0. Defaults are SPEAR's.
+  """
+
+  max_age: int = 5
+  size: int = 2048
+  baselines: int = 10_240
+  threshold: float = 1.0
+  coef: float = 1.0
+  ramp: int = 100
 
 
 def admitted(advantages, *, threshold: float = 1.0):
@@ -34,6 +52,16 @@ def replay_advantages(returns, baselines, *, count=None):
   advantages = returns - median  # NaN of an empty buffer compares as false
   kept = advantages > 0
   return jax.lax.stop_gradient(jnp.where(kept, advantages, 0.0)), kept
+
+
+def cosine_ramp(iteration, *, peak: float = 1.0, iterations: int = 100):
+  """peak * (1 - cos(pi * min(iteration / iterations, 1))) / 2: the coefficient of the replay loss, from 0 to `peak`.
+
+  Iterations count from 0; with 0 `iterations` it is `peak` at once. The cosine form is that of SPEAR's settings as far
+  as its code shows; the paper leaves it open (our reconstruction).
+  """
+  share = 1.0 if iterations <= 0 else min(iteration / iterations, 1.0)
+  return peak * (1.0 - math.cos(math.pi * share)) / 2.0
 
 
 def clip_cov_mask(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import math
 import platform
 import shlex
 import sys
@@ -18,8 +17,8 @@ from typing import Any
 
 from etils import epath
 
-from seed_jax import charts, intervals, metrics
-from seed_jax.page import clean, document, duration, hide_secrets, number, percent, plain, span
+from seed_jax import charts, intervals, metrics, skill_report
+from seed_jax.page import clean, document, duration, figure, hide_secrets, number, percent, plain, span
 
 _TURN_LIMIT = 60
 _EXAMPLE_LIMIT = 24
@@ -124,6 +123,7 @@ def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epa
   examples = read("examples.json", list)
   rows = metrics.read_rows(workdir / "metrics.jsonl")
   curve = metrics.read_rows(workdir / "curve.jsonl")
+  skills = skill_report.section(workdir / "skills", rows, notices)
   final, start = intervals.read_panel(stages["evaluate"]), intervals.read_panel(stages["evaluate"].get("start"))
   title = title or f"SEED run {workdir.name}"
   sections = [
@@ -131,7 +131,8 @@ def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epa
     "".join(f"<p class=notice>{clean(notice)}</p>" for notice in notices),
     _families(final, start),
     _mechanism(stages["evaluate"].get("mechanism")),
-    _curves(rows, curve),
+    _curves(rows, curve, skip=skill_report.METRICS if skills else ()),
+    skills,
     _examples(examples),
     _facts(stages, config, command),
   ]
@@ -229,11 +230,11 @@ def _mechanism(found: Any) -> str:
   )
 
 
-def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]]) -> str:
+def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> str:
   if not rows:
     return "<h2>Learning curves</h2><p class=soft>No training iteration yet.</p>"
   iterations = [row["iteration"] for row in rows]
-  keys = list(dict.fromkeys(key for row in rows for key in row if key != "iteration"))
+  keys = list(dict.fromkeys(key for row in rows for key in row if key not in ("iteration", *skip)))
   points = {}
   for key in keys:
     values = [number(row.get(key)) for row in rows]
@@ -243,7 +244,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]
   figures = []
   if curve:
     panel = {key: ([row["iteration"] for row in curve], [number(row.get(key)) for row in curve]) for key in _PANEL}
-    figures.append(_figure("Success on the panel, no skill", panel, charts.lines(panel, percent="full")))
+    figures.append(figure("Success on the panel, no skill", panel, charts.lines(panel, percent="full")))
   for name, wanted, options in _CURVES:
     chosen = {
       key: points[key] for want in wanted for key in list(points) if key == want or key.rsplit("/", 1)[-1] == want
@@ -251,7 +252,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]
     if chosen:
       for key in chosen:
         del points[key]
-      figures.append(_figure(name, chosen, charts.lines(chosen, **options)))
+      figures.append(figure(name, chosen, charts.lines(chosen, **options)))
   if seconds:
     # The five longest phases by name, the others together.
     total = {name: sum(value or 0.0 for value in values) for name, (_, values) in seconds.items()}
@@ -259,24 +260,14 @@ def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]
     chosen = {name: seconds[name] for name in names[:5]}
     if names[5:]:
       chosen["other"] = (iterations, [sum(seconds[name][1][i] or 0.0 for name in names[5:]) for i in range(len(rows))])
-    figures.append(_figure("Seconds an iteration", {}, charts.stack(chosen, unit="seconds")))
-  more = [_figure(key, {key: value}, charts.lines({key: value})) for key, value in list(points.items())[:40]]
+    figures.append(figure("Seconds an iteration", {}, charts.stack(chosen, unit="seconds")))
+  more = [figure(key, {key: value}, charts.lines({key: value})) for key, value in list(points.items())[:40]]
   rest = f"<details><summary>{len(more)} more curves</summary><div class=charts>{''.join(more)}</div></details>"
   return (
     f"<h2>Learning curves</h2><p class=soft>{len(rows)} iterations. "
     "Faint: every iteration; strong: the mean of the last tenth.</p>"
     f"<div class=charts>{''.join(figures)}</div>{rest if more else ''}"
   )
-
-
-def _figure(name: str, series: Mapping[str, charts.Points], svg: str) -> str:
-  """A chart with its title, and for readers of text the first and last mean of every series."""
-  notes = []
-  for key, (_, values) in series.items():
-    known = [value for value in charts.smooth(values, max(1, len(values) // 10)) if math.isfinite(value)]
-    if known:
-      notes.append(f"{clean(key, 60)} {known[0]:.3g} → {known[-1]:.3g}")
-  return f"<figure><h3>{clean(name, 60)}</h3>{svg}<figcaption>{'; '.join(notes)}</figcaption></figure>"
 
 
 def _examples(examples: Sequence[Any]) -> str:

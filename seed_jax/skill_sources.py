@@ -1,9 +1,9 @@
 """Whose skill stands in the skill context: one function for each control of the hindsight effect.
 
 A source reads the finished episodes of an iteration and gives one text an episode, "" for none: an episode without a
-text gets no distillation. Sources compare only if they distil on the same episodes, so all but `library` give a text
-only to an episode that has a skill of its own; what differs is the text, not the mask. Every choice is drawn from
-(seed, iteration, task, member) alone, so it is the same in whatever order the episodes come.
+text gets no distillation. Sources compare only if they distil on the same episodes, so all but `library` and
+`group_contrast` give a text only to an episode that has a skill of its own; what differs is the text, not the mask.
+Every choice is drawn from (seed, iteration, task, member) alone, so it is the same in whatever order the episodes come.
 
 Who wrote the skills is another matter: with the method's frozen analyzer (the policy that training started from) or an
 external one (another model), `trajectory.skill` holds what that analyzer wrote, and the source is `own`.
@@ -77,6 +77,24 @@ def failure_only(trajectories: Sequence[Trajectory], context: Context) -> list[s
   return [t.skill if t.outcome == "failure" else "" for t in trajectories]
 
 
+def group_contrast(trajectories: Sequence[Trajectory], context: Context) -> list[str]:
+  """GRSD: one text a group, "do: S avoid: F", S the skill of one of its successes and F that of one of its failures,
+  each drawn evenly. Every episode of the group that was played to its end gets it; "" where the group has not both.
+
+  Our reconstruction: SEED's skill of a failure says what that attempt should have done, so `avoid` reads best with an
+  analyzer that is asked for the mistake.
+  """
+  texts: dict[tuple[str, int], str] = {}
+  for place in {(t.task_id, t.group) for t in trajectories}:
+    members = sorted((t for t in trajectories if (t.task_id, t.group) == place and t.skill), key=_place)
+    sides = [[t for t in members if t.outcome == outcome] for outcome in ("success", "failure")]
+    if all(sides):
+      draw = random.Random(repr((context.seed, context.iteration, *place, "group_contrast")))
+      do, avoid = (side[draw.randrange(len(side))].skill[: MAX_SKILL_CHARS // 2 - 10] for side in sides)
+      texts[place] = f"do: {do} avoid: {avoid}"
+  return [texts.get((t.task_id, t.group), "") if t.turns and not t.error else "" for t in trajectories]
+
+
 def library(trajectories: Sequence[Trajectory], context: Context) -> list[str]:
   """What a static library says about the task, whatever happened in the episode; it needs no analysis, so every episode
   that was played to its end gets it. ValueError without `context.retrieve`.
@@ -113,6 +131,7 @@ SOURCES: dict[str, Source] = {
   "failure_only": failure_only,
   "library": library,
   "random_text": random_text,
+  "group_contrast": group_contrast,
 }
 
 

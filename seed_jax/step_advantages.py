@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seed_jax.advantages import group_advantages, rloo_advantages
-from seed_jax.token_losses import same_shape
+from seed_jax.token_losses import per_token, same_shape
 
 # --- GiGPO ------------------------------------------------------------------------------------------------------------
 
@@ -108,15 +108,51 @@ def istar_advantages(
   takes only the first step of each trajectory into a step's baseline; here all of the group's steps are in it (our
   reconstruction of the paper). Source: arXiv:2509.19199.
   """
-  step_rewards = jnp.asarray(step_rewards, jnp.float32)
   ids = jnp.asarray(group_ids)
   counted = (ids >= 0) & (ids < num_groups)
   if weights is not None:
     counted &= jnp.asarray(weights) > 0
-  largest = jnp.max(jnp.where(counted, jnp.abs(step_rewards), 0.0), initial=0.0)
-  scaled = jnp.where(counted, step_rewards / jnp.where(largest > 0, largest, 1.0), 0.0)
   same = dict(num_groups=num_groups, normalize=normalize, eps=eps, weights=weights)
+  scaled = _largest_is_one(jnp.asarray(step_rewards, jnp.float32), counted)
   return group_advantages(returns, ids, **same) + step_weight * step_advantage(scaled, ids, **same)
+
+
+def istar_turn_advantages(
+  *,
+  advantages,
+  old_logprobs,
+  skill_logprobs,
+  skill_mask,
+  turn_ids,
+  group_ids,
+  num_turns: int,
+  num_groups: int,
+  coef=1.0,
+):
+  """iStar's step credit on tokens, [B, T]: A + coef * A_step of the token's turn, A handed in being A_episode.
+
+  A turn is a step. A_step is that of `istar_advantages` with RLOO; `implicit_step_rewards`' beta falls out of it, for
+  the rewards are divided by the largest. `skill_logprobs` are those of the process reward model, `skill_mask` is 1 on
+  the tokens that count; other tokens keep their advantage. Ids as in `grsd_advantages`: groups must be whole.
+  """
+  old_logprobs, prm_logprobs, mask = same_shape(old_logprobs=old_logprobs, prm_logprobs=skill_logprobs, mask=skill_mask)
+  advantages = per_token(advantages, mask, "advantages")
+  turns, groups, here = (jnp.asarray(x).reshape(-1) for x in (turn_ids, group_ids, mask > 0))
+  here &= (turns >= 0) & (turns < num_turns) & (groups >= 0) & (groups < num_groups)
+  turns = jnp.where(here, turns, 0)
+  gaps = jnp.where(here, (prm_logprobs - old_logprobs).reshape(-1), 0.0)
+  rewards = jax.ops.segment_sum(gaps, turns, num_segments=num_turns)
+  group_of = jax.ops.segment_max(jnp.where(here, groups, -1), turns, num_segments=num_turns)
+  group_of = jnp.maximum(group_of, -1)  # a turn without a token: no group
+  steps = rloo_advantages(_largest_is_one(rewards, group_of >= 0), group_of, num_groups=num_groups)
+  added = jnp.where(here, coef * steps[turns], 0.0).reshape(advantages.shape)
+  return jax.lax.stop_gradient(advantages + added)
+
+
+def _largest_is_one(rewards, counted):
+  """The rewards over the largest of their sizes, 0 where one does not count."""
+  largest = jnp.max(jnp.where(counted, jnp.abs(rewards), 0.0), initial=0.0)
+  return jnp.where(counted, rewards / jnp.where(largest > 0, largest, 1.0), 0.0)
 
 
 def pairwise_prm_loss(*, scores, group_ids, success):

@@ -16,6 +16,8 @@ from seed_jax import batching, credit, instruments, learn, methods, optimizer, r
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
+from seed_jax.regrade import Regrade
+from seed_jax.replay_buffer import Replay
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
@@ -49,11 +51,22 @@ def run_train(run: Run) -> dict:
   # ---- where a former run got to
   checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=run.config.checkpoint.keep)
   behaviour = params  # that samples the next episodes: with async_level=1 the policy before the last update
-  found = checkpoints.restore((state, params) if c.async_level else state, run.resume_step("train"))
+  shapes = run.row_shapes(c)
+  regrade = Regrade(run, method, shapes, model, params)
+
+  def kept(behaviour):
+    """What a checkpoint holds: the state, and what else changes where there is more."""
+    more = [behaviour] * c.async_level + [r.state for r in (regrade.reward_model,) if r is not None]
+    return (state, *more) if more else state
+
+  found = checkpoints.restore(kept(params), run.resume_step("train"))
   first, seconds_before, counts = 0, 0.0, None
   if found:
     first, restored, record = found
-    state, behaviour = restored if c.async_level else (restored, None)
+    state, *more = restored if isinstance(restored, tuple | list) else (restored,)
+    behaviour = more.pop(0) if c.async_level else None
+    if regrade.reward_model is not None:
+      regrade.reward_model.state = more.pop()
     seconds_before, counts = record["seconds"], record["counts"]
     checkpoints.drop_after(first)
     say(f"train: resumed at iteration {first} of {c.iterations}")
@@ -68,8 +81,8 @@ def run_train(run: Run) -> dict:
     )
   curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
   branch = SkillBranch(run, method, params, resume=first)
+  replay = Replay(run, scoring, shapes, resume=first)
   engine = run.engine(model, temperature=loss.temperature, seed=process_seed(run.config.seed, "train samples"))
-  shapes = run.row_shapes(c)
   timer, compiles = Timer(), CompileCounter()
   trajectories = []
 
@@ -130,11 +143,13 @@ def run_train(run: Run) -> dict:
   engine.set_params(params)
   learning = []
   if method.trains:
-    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=c.minibatches)
+    count = c.minibatches if method.replay is None else max(c.minibatches, 2)  # replayed ones are scored as later ones
+    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=count)
   theory = c.theory_every and method.needs_skills
   if theory:
     learning += instruments.programs(params, scoring, shapes, run.mesh, contexts=c.theory_contexts)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
+  others += regrade.programs() + replay.programs()
   if method.transform is not None:
     others.append(("transform", lambda: transform_coef(0)))
   if method.group_filter is not None:
@@ -193,9 +208,13 @@ def run_train(run: Run) -> dict:
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
       if branch.keeps:
         log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
+      with timer("score"), jax.set_mesh(run.mesh):
+        minibatches, weights_log = regrade(minibatches, parts, trajectories, iteration)
+        replayed, replay_log = replay(trajectories, samples, iteration, state.params, reference)
+      log |= weights_log | replay_log
 
       # ---- 5. the update; one step ahead, the next episodes are played first, and its programs fill their pauses
-      work = Pieces(learn.updates(step_fn, state, minibatches, scoring))
+      work = Pieces(learn.updates(step_fn, state, minibatches, scoring, replayed))
       if c.async_level and iteration + 1 < c.iterations:
         with jax.set_mesh(run.mesh):
           behaviour = copied(state.params)  # the update gives the buffers of its state away
@@ -211,9 +230,8 @@ def run_train(run: Run) -> dict:
       curve.count(log)
       curve.point(iteration + 1, engine, pool, state.params)
       if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
-        saved = (state, behaviour) if c.async_level else state
         record = {"seconds": seconds_so_far(), "method": method.name, "counts": curve.counts}
-        checkpoints.save(iteration + 1, saved, record)
+        checkpoints.save(iteration + 1, kept(behaviour), record)
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 

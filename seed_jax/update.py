@@ -193,14 +193,25 @@ class Update:
     self._accumulate = jax.jit(accumulate, donate_argnums=(1, 2))
     self._apply = jax.jit(apply, donate_argnums=0)
     self._zeros = jax.jit(zeros)
+    self._no_metrics = jax.jit(lambda metrics: jax.tree.map(jnp.zeros_like, metrics))
 
   def __call__(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict]:
     return Pieces(self.pieces(state, batches)).finish()
 
-  def pieces(self, state: TrainState, batches: Sequence[Batch]) -> Generator[None, None, tuple[TrainState, dict]]:
-    """The same, a program at a time: stops behind each batch, so that other work finds a place between them."""
+  def pieces(
+    self, state: TrainState, batches: Sequence[Batch], replayed: Sequence[Batch] = ()
+  ) -> Generator[None, None, tuple[TrainState, dict]]:
+    """The same, a program at a time: stops behind each batch, so that other work finds a place between them.
+
+    `replayed` batches add the gradient of their own loss, under denominators of their own; they enter no metric.
+    """
     denominators = total_counts(batches)
     grads, metrics = self._zeros(state.params, batches[0], denominators)
+    if replayed:
+      own, unused = total_counts(replayed), self._no_metrics(metrics)
+      for batch in replayed:
+        grads, unused = self._accumulate(state.params, grads, unused, batch, own)
+        yield
     for batch in batches:
       grads, metrics = self._accumulate(state.params, grads, metrics, batch, denominators)
       yield
@@ -210,6 +221,7 @@ class Update:
     """Compiles all that an update with batches like this one calls, and runs nothing: the state stays as it is."""
     denominators = total_counts([batch])
     grads, metrics = self._zeros(state.params, batch, denominators)
+    self._no_metrics(metrics)
     self._accumulate.lower(state.params, grads, metrics, batch, denominators).compile()
     self._apply.lower(state, grads, metrics).compile()
 

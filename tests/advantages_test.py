@@ -183,3 +183,12 @@ def test_every_estimator_is_called_alike():
   ):
     out = function(returns, ids, num_groups=2, normalize="mean_std", eps=1e-6, weights=np.ones(5))
     assert out.shape == (5,) and out.dtype == jnp.float32 and not out[3:].any() and out[1] > out[0]
+
+
+def test_the_most_unequal_groups_stay():
+  returns = np.array([1.0, 1.0, 0.0, 10.0, 0.0, 4.0, 3.0, 3.0])
+  groups = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+  keep = lambda **options: advantages.most_unequal_groups(returns, groups, num_groups=4, **options).tolist()  # noqa: E731
+  assert keep() == [True, True, True, False]  # of the two ties the first
+  assert keep(share=0.5) == [False, True, True, False] and keep(share=0.3) == [False, True, True, False]
+  assert keep(weights=groups != 1) == [True, False, True, True]  # an episode that broke off counts nowhere

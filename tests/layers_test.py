@@ -21,8 +21,9 @@ ORDER = """
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources credit batching learn rollout
   measures: propositions instruments
-  programs: workdir run supervised curve base collect annotate library_stage skill_branch sft train mechanism evaluate
-  programs: charts page report compare_results compare_page compare preflight main
+  programs: workdir run reward_model regrade replay_buffer supervised curve base collect annotate library_stage
+  programs: skill_branch sft train mechanism evaluate
+  programs: charts page skill_report report compare_results compare_page compare preflight main
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()

@@ -73,16 +73,18 @@ def test_methods_that_make_no_sense_are_refused():
     dataclasses.replace(seed, context="hindsight")
   with pytest.raises(ValueError, match="an auxiliary loss compares two contexts"):
     dataclasses.replace(seed, context="none")
+  with pytest.raises(ValueError, match="it trains a reward model, but no regrade uses what that says"):
+    dataclasses.replace(methods.get("istar"), regrade=None)
   with pytest.raises(ValueError, match="nothing to learn from"):
     dataclasses.replace(seed, auxiliary=None, policy_gradient=False)
 
 
 # --- the whole table --------------------------------------------------------------------------------------------------
 
-LISTED = """vanilla skill_prompt grpo skill_grpo skill_grpo_star opsd grpo_opsd skill_sd rlsd sdar opid gigpo seed
-  seed_without_sft seed_without_opd seed_static_library rloo dr_grpo dapo gspo seed_constant_gate seed_skill_of_group
-  seed_skill_of_other_task seed_success_only seed_failure_only seed_frozen_analyzer seed_random_text
-  seed_on_ties grpo_on_ties seed_centred_gate"""
+LISTED = """vanilla skill_prompt grpo skill_grpo skill_grpo_star opsd grpo_opsd skill_sd rlsd sdar opid grsd gigpo istar
+  seed seed_without_sft seed_without_opd seed_static_library rloo dr_grpo dapo spear gspo seed_constant_gate
+  seed_skill_of_group seed_skill_of_other_task seed_success_only seed_failure_only seed_frozen_analyzer
+  seed_random_text seed_on_ties grpo_on_ties seed_centred_gate"""
 
 
 def test_every_listed_method_is_there_and_says_where_it_comes_from():
@@ -90,7 +92,7 @@ def test_every_listed_method_is_there_and_says_where_it_comes_from():
   for name in methods.names():
     method = methods.get(name)
     assert methods.CONTEXTS[method.context] and methods.SKILL_SOURCES[method.skill_source]
-    assert ("arXiv:" in method.source) or ("SEED, " in method.source) or method.source.startswith("[R] control"), name
+    assert ("arXiv:" in method.source) or ("SEED, " in method.source) or ("[R] " in method.source), name
     fields = {f.name for f in dataclasses.fields(LossConfig)}
     assert methods.loss_settings(name).keys() <= fields, name
     assert (

@@ -49,3 +49,9 @@ def test_clip_cov_on_200_cases():
     assert min(allowed, len(candidates)) <= len(zeros) <= allowed, number
     drawn += len(zeros)
   assert drawn > 200
+
+
+def test_the_ramp_is_half_a_cosine():
+  values = [replay.cosine_ramp(i, peak=2.0, iterations=100) for i in (0, 25, 50, 100, 150)]
+  np.testing.assert_allclose(values, [0, 1 - np.sqrt(0.5), 1, 2, 2], atol=1e-12)
+  assert replay.cosine_ramp(0, peak=2.0, iterations=0) == 2.0

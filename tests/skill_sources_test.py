@@ -56,12 +56,12 @@ def test_no_episodes_and_no_skills(name):
   assert SOURCES[name]([episode(g, m) for g in (1, 2) for m in (0, 1)], CONTEXT) == [expected] * 4
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "library"])
+@pytest.mark.parametrize("name", [name for name in SOURCES if name not in ("library", "group_contrast")])
 def test_an_episode_without_a_skill_of_its_own_gets_none(name):
   assert not any(text for (_, member), text in texts(name, batch()).items() if member == 1)
 
 
-@pytest.mark.parametrize("name", ["group", "other_task", "random_text"])
+@pytest.mark.parametrize("name", ["group", "other_task", "random_text", "group_contrast"])
 def test_draws_change_with_seed_and_iteration(name):
   trajectories = batch(6, 6)
   found = [
@@ -123,6 +123,25 @@ def test_other_task_is_never_the_same_task():
 def test_episodes_that_cannot_be_told_apart_are_refused(name):
   with pytest.raises(ValueError, match="two episodes are member 1 of group 0, task 'task 0'"):
     SOURCES[name]([episode(0, 1, "a"), episode(0, 1, "b"), episode(1, 0, "c")], CONTEXT)
+
+
+def test_a_contrast_is_one_text_of_a_success_and_a_failure_for_the_whole_group():
+  found = texts("group_contrast", [*batch(1, 6), episode(0, 6, "broke", won=False, error="died")])
+  assert found.pop((0, 6)) == ""  # no evidence: neither a side of the text nor one that gets it
+  (text,) = set(found.values())  # member 1 has no skill of its own and gets it, too
+  assert text in {f"do: skill 0 {a} avoid: skill 0 {b}" for a in (0, 2, 4) for b in (3, 5)}
+  seen = {texts("group_contrast", batch(1, 6), Context(iteration=i))[0, 0] for i in range(100)}
+  assert len(seen) == 6
+
+
+def test_a_group_that_only_won_or_only_lost_has_no_contrast():
+  for won in (True, False):
+    assert SOURCES["group_contrast"]([episode(0, m, f"s{m}", won=won) for m in range(4)], CONTEXT) == [""] * 4
+  one_side = [episode(0, 0, "a", won=True), episode(0, 1, "", won=False)]  # the only failure has no skill
+  assert SOURCES["group_contrast"](one_side, CONTEXT) == ["", ""]
+  long = [episode(0, 0, "a" * 5_000, won=True), episode(0, 1, "b" * 5_000, won=False)]
+  text = SOURCES["group_contrast"](long, CONTEXT)[0]
+  assert 1_000 < len(text) <= skill_sources.MAX_SKILL_CHARS and text.count("b") > 500  # the second half is not cut off
 
 
 def test_library_asks_for_the_task_whatever_the_episode_says():

@@ -74,6 +74,31 @@ def test_istar_on_200_cases():
     close(out, right, tolerance=3e-6, case=number)
 
 
+def test_istar_on_tokens_is_istar_on_steps():
+  """A row is a turn; beta drops out, since rewards are divided by the largest."""
+  for number, c in enumerate(cases(20)):
+    rows, tokens = c["mask"].shape
+    counted = c["mask"].any(axis=1)
+    groups = np.where(counted, c["groups"], -1)
+    rewards = step_advantages.implicit_step_rewards(prm_logprobs=c["skill"], old_logprobs=c["old"], mask=c["mask"])
+    right = step_advantages.istar_advantages(
+      np.zeros(rows), rewards, groups, num_groups=c["num_groups"], step_weight=0.3
+    )
+    out = step_advantages.istar_turn_advantages(
+      advantages=c["advantages"],
+      old_logprobs=c["old"],
+      skill_logprobs=c["skill"],
+      skill_mask=c["mask"],
+      turn_ids=np.broadcast_to(np.arange(rows)[:, None], (rows, tokens)),
+      group_ids=np.broadcast_to(c["groups"][:, None], (rows, tokens)),
+      num_turns=rows + 3,
+      num_groups=c["num_groups"],
+      coef=0.3,
+    )
+    expected = c["advantages"][:, None] + np.where(c["mask"] > 0, np.asarray(right)[:, None], 0.0)
+    close(out, expected, tolerance=3e-6, case=number)
+
+
 def test_prm_loss_on_200_cases():
   loss = jax.jit(step_advantages.pairwise_prm_loss)
   for number, c in enumerate(cases()):
