@@ -133,7 +133,7 @@ def test_limits_that_make_no_sense_are_refused(options):
 
 def run_in(tmp_path, episodes, options=None):
   save_trajectories(tmp_path / "trajectories" / "annotated", episodes)
-  return types.SimpleNamespace(workdir=tmp_path, config=FrozenConfigDict({"library": options} if options else {}))
+  return types.SimpleNamespace(workdir=tmp_path, config=FrozenConfigDict({"library": {"build": options or {}}}))
 
 
 def test_the_stage_leaves_a_library(tmp_path, capsys):
