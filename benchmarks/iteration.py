@@ -51,7 +51,8 @@ def started(start: str, options) -> tuple[dict, str]:
   something are left out.
   """
   try:
-    seed = json.loads((pathlib.Path(start) / "config.json").read_text(encoding="utf-8"))["seed"]
+    config = json.loads((pathlib.Path(start) / "config.json").read_text(encoding="utf-8"))
+    seed, ask = config["seed"], config["analysis"]["ask"]
   except (OSError, ValueError, KeyError) as error:
     raise ValueError(f"--start={start} is no work directory of the quickstart: {error}") from None
   count = 3 if options.quick else 6
@@ -63,7 +64,7 @@ def started(start: str, options) -> tuple[dict, str]:
         timing.say(f"  iteration: {method}, round {round_number + 1} of {options.repeats}")
         command = [sys.executable, "-m", "seed_jax.main", f"--config=configs/quickstart.py:{method}"]
         command += [f"--workdir={workdir}", "--stages=train", "--plain", f"--config.start={start}"]
-        command += [f"--config.seed={seed}", f"--config.train.iterations={count}"]
+        command += [f"--config.seed={seed}", f"--config.analysis.ask={ask}", f"--config.train.iterations={count}"]
         command += ["--config.train.optimizer.learning_rate=0.0", "--config.train.optimizer.weight_decay=0.0"]
         process.call(command, name=f"train stage of {method}")
         rows = [r for r in metrics.read_rows(workdir / "metrics.jsonl") if not r["compilations"]]
@@ -73,7 +74,7 @@ def started(start: str, options) -> tuple[dict, str]:
         rate = rows[-1].get("parse_rate")
         if method == "seed":
           parsed = f"{100 * rate:.0f} % of the analyses parsed"
-  return taken, f"quickstart from {pathlib.Path(start).name}/policy/sft, 64 episodes, {parsed}"
+  return taken, f"quickstart from {pathlib.Path(start).name}/policy/sft, 64 episodes, {parsed}, analysis.ask={ask}"
 
 
 def synthetic(options) -> tuple[dict, str]:

@@ -65,7 +65,8 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.rollout.update(dict(step_timeout=60.0, reset_timeout=60.0))
   c.rollout.update(dict(temperature=1.0, top_k=0, top_p=1.0, stop_strings=()))
 
-  c.analysis = ConfigDict(dict(ask="turn", max_prompt=320, max_response=64, template="compact"))
+  # ask="turn" goes on from the episode's own conversation: an iteration takes a fifth less time
+  c.analysis = ConfigDict(dict(ask="message", max_prompt=320, max_response=64, template="compact"))
 
   c.checkpoint = ConfigDict(dict(every=20, keep=2))
 

@@ -294,7 +294,7 @@ def test_speed():
     while not done:
       _, _, won, cut, info = env.step(info["admissible"][int(draw() * len(info["admissible"]))])
       done, steps = won or cut, steps + 1
-  assert steps / (time.process_time() - began) > 5_000  # 40,000 as a rule; a busy machine must not fail this
+  assert steps / (time.process_time() - began) > 5_000  # 100,000 and more as a rule; a busy machine must not fail this
 
 
 def success(tasks, quality, skills=None):

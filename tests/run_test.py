@@ -112,7 +112,6 @@ def test_a_config_file_that_is_no_json_is_named(tmp_path):
     ("method", "sede", "method 'sede' is unknown; choose one of seed, grpo"),
     ("model.path", "/nope", "config.model.path=/nope does not exist"),
     ("rollout.mode", "windows", "config.rollout.mode='windows' is unknown; choose one of window, transcript"),
-    ("rollout.mode", "window", "config.analysis.ask='turn' goes on from a conversation"),
     ("analysis.ask", "letter", "config.analysis.ask='letter' is unknown; choose one of message, turn"),
     ("library.retrieval", "magic", "config.library.retrieval='magic' is unknown; choose one of family, keyword"),
     ("library.render", "pdf", "library rendering 'pdf' is unknown"),
@@ -126,6 +125,14 @@ def test_what_cannot_be_run_is_refused_before_a_file_is_written(tmp_path, path, 
   with pytest.raises(ValueError, match=told):
     make(tmp_path, change=setter(path, value)).open()
   assert not (tmp_path / "w").exists()
+
+
+def test_a_turn_needs_a_conversation_to_go_on_from(tmp_path):
+  def change(config):
+    config.rollout.mode, config.analysis.ask = "window", "turn"
+
+  with pytest.raises(ConfigError, match="config.analysis.ask='turn' goes on from a conversation"):
+    make(tmp_path, change=change).open()
 
 
 def test_stages_are_marked_and_planned(tmp_path):
@@ -224,7 +231,7 @@ def test_a_start_of_another_seed_or_model_is_refused(tmp_path):
 
 
 def test_asking_in_a_turn_goes_on_from_the_very_ids_of_the_episode(tmp_path):
-  run = make(tmp_path)
+  run = make(tmp_path, change=setter("analysis.ask", "turn"))
   turn = lambda prompt, response: Turn("o", (), "p", prompt, response, [0.0] * len(response), "r", "a", True, 0.0)  # noqa: E731
   ids = [7, 8], [9, 2], [10], [11, 12]  # 2 ends a turn: the first response has ended, the second was cut off
   episode = Trajectory("t", "f", "s", "transcript", 0, 0, [turn(*ids[:2]), turn(*ids[2:])], True, 1.0, False)
