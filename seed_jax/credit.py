@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from seed_jax.advantages import group_advantages
-from seed_jax.step_advantages import anchor_ids
-from seed_jax.trajectory import Trajectory
+from seed_jax.step_advantages import anchor_ids, discounted_returns
+from seed_jax.trajectory import Trajectory, group_numbers
 
 
 def turn_scores(trajectories: Sequence[Trajectory], *, reward_scale: float, invalid_penalty: float) -> list[np.ndarray]:
@@ -44,7 +44,7 @@ def turn_advantages(
   compiled shape is always the same.
   """
   scores = turn_scores(trajectories, reward_scale=reward_scale, invalid_penalty=invalid_penalty)
-  groups = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
+  groups = group_numbers(trajectories)
   count = sum(map(len, scores))
   # without a bound a power of two: few compiled shapes
   room = num_turns if num_turns >= count else 1 << max(count - 1, 0).bit_length()
@@ -67,17 +67,10 @@ def turn_advantages(
     ]
     seen = [turn.observation for t in trajectories for turn in t.turns]
     anchors = np.pad(anchor_ids(seen, ids[:count]), (0, room - count))
-    returns = flat([_discounted(r, gamma) for r in rewards], np.float32)
+    returns = flat([discounted_returns(r, gamma=gamma) for r in rewards], np.float32)
     counted = each(lambda s, t: float(not t.error))
     total = total + step_weight * step_advantage(
       returns, anchors, num_groups=room, normalize=normalize, weights=counted
     )
   ends = np.cumsum([len(s) for s in scores[:-1]], dtype=int)
   return np.split(np.asarray(total)[:count], ends)[: len(scores)]
-
-
-def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
-  out, later = np.zeros_like(rewards), 0.0
-  for i in range(len(rewards) - 1, -1, -1):
-    out[i] = later = rewards[i] + gamma * later
-  return out

@@ -22,7 +22,7 @@ from seed_jax.optimizer import make_optimizer
 from seed_jax.relatives import linear_decay
 from seed_jax.reward_model import RewardModel
 from seed_jax.run import Run, optimizer_config
-from seed_jax.trajectory import Trajectory
+from seed_jax.trajectory import Trajectory, group_numbers
 from seed_jax.update import Batch
 
 Minibatches = Sequence[Sequence[Batch]]
@@ -54,7 +54,7 @@ class Line:
     room: Room,
   ):
     starts = np.cumsum([0, *(t.length for t in trajectories)])
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
+    numbers = group_numbers(trajectories)
     found = int(starts[-1]), len(numbers)
     if found[0] > room.turns or found[1] > room.groups:
       raise ValueError(f"{found[0]} turns of {found[1]} groups, but there is room for {room.turns} of {room.groups}")

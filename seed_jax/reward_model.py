@@ -26,7 +26,7 @@ from seed_jax import batching, update
 from seed_jax.batching import RowShape
 from seed_jax.models.config import ModelConfig
 from seed_jax.score import score
-from seed_jax.trajectory import Trajectory
+from seed_jax.trajectory import Trajectory, group_numbers
 from seed_jax.update import Batch
 
 BETA = 0.05
@@ -80,7 +80,7 @@ class RewardModel:
     steps = np.bincount(episode_of[present], minlength=len(trajectories))
     sums = np.bincount(episodes, gaps[0][counted], minlength=len(trajectories))
     scores = self._beta * sums / np.maximum(steps, 1)
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
+    numbers = group_numbers(trajectories)
     groups = np.asarray([numbers[t.group] if n else -1 for t, n in zip(trajectories, steps, strict=True)], np.int32)
     won = np.asarray([t.won for t in trajectories], bool)
     pairs = (groups[:, None] == groups) & (groups >= 0) & won[:, None] & ~won

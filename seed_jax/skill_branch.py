@@ -4,6 +4,7 @@ is kept of them. `methods.SKILL_SOURCES` says what there is; here a run's polici
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -35,14 +36,7 @@ def library_text(run: Run) -> Callable[[str, str], str]:
     embed = retrieval.sentence_embedder(c.embedder) if c.embedder else retrieval.word_embedder()
     retrieve = retrieval.by_embedding(found, embed, max_mistakes=c.max_mistakes, **options)
   fits = lambda text: len(run.tokenizer.encode(text)) <= c.max_tokens  # noqa: E731
-  known: dict[tuple[str, str], str] = {}
-
-  def text(task: str, family: str) -> str:
-    if (task, family) not in known:
-      known[task, family] = retrieve(task, family, fits=fits)
-    return known[task, family]
-
-  return text
+  return functools.cache(lambda task, family: retrieve(task, family, fits=fits))
 
 
 def shown(run: Run, wanted: bool) -> str | Callable[[Trajectory], str]:
@@ -127,7 +121,6 @@ class SkillBranch:
     pair = {name: tokens[name] for name in ("logprobs", "skill_logprobs", "mask")}
     worth = skill_quality.log_prob_gain(**pair, won=won[np.clip(tokens["episode"], 0, None)])
     log = skill_quality.measure(trajectories, self._seen, tokens=lambda text: len(self.run.tokenizer.encode(text)))
-    del log["skill_overlap"]  # with a library: none is at hand
     rows = skill_log.rows_of(trajectories, gains)
     kept = skill_log.write(self.run.workdir / SKILLS, iteration, rows, max_rows=self._keep)
     self._seen.add(row["skill"] for row in kept)

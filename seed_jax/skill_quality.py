@@ -117,11 +117,15 @@ def measure(
 ) -> dict[str, float]:
   """All measures of the skills of one iteration's episodes, for its row of metrics. Does not change `seen`.
 
-  Keys after the prefix: parse_rate, length, length_max, distinct, novel, novel_ngrams, overlap.
+  Keys after the prefix: parse_rate, length, length_max, distinct, novel, novel_ngrams, and overlap where there are
+  references.
   """
   texts = [t.skill for t in trajectories]
   found = {"parse_rate": parse_rate(trajectories), **lengths(texts, tokens), "distinct": float(distinct_count(texts))}
-  found |= {**novelty(texts, seen), "overlap": overlap(texts, references)}
+  found |= novelty(texts, seen)
+  references = list(references)
+  if references:
+    found["overlap"] = overlap(texts, references)
   return {prefix + name: value for name, value in found.items()}
 
 

@@ -18,16 +18,15 @@ from seed_jax.token_losses import per_token, same_shape
 # --- GiGPO ------------------------------------------------------------------------------------------------------------
 
 
-def discounted_returns(rewards, *, gamma: float = 0.95):
-  """R_t = sum_j gamma^j r_(t+j), [..., S] float32: GiGPO's step returns. Steps past an episode's end have reward 0."""
-  rewards = jnp.moveaxis(jnp.asarray(rewards, jnp.float32), -1, 0)
+def discounted_returns(rewards, *, gamma: float = 0.95) -> np.ndarray:
+  """R_t = sum_j gamma^j r_(t+j), [..., S] float32: GiGPO's step returns. Steps past an episode's end have reward 0.
 
-  def step(later, reward):
-    later = reward + gamma * later
-    return later, later
-
-  _, returns = jax.lax.scan(step, jnp.zeros(rewards.shape[1:], jnp.float32), rewards, reverse=True)
-  return jnp.moveaxis(returns, 0, -1)
+  On the host: episodes have all lengths, each of which would be a program of its own.
+  """
+  returns = np.array(rewards, np.float32)
+  for step in range(returns.shape[-1] - 2, -1, -1):
+    returns[..., step] += np.float32(gamma) * returns[..., step + 1]
+  return returns
 
 
 def anchor_ids(observations: Sequence[Hashable], group_ids: Sequence[int]) -> np.ndarray:

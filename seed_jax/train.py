@@ -21,6 +21,7 @@ from seed_jax.replay_buffer import Replay
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
+from seed_jax.trajectory import group_numbers
 from seed_jax.update import LossConfig, MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
@@ -261,7 +262,7 @@ def kept_groups(trajectories, group_filter):
 
   The filter sees an episode that broke off as one of no group (-1): its return is no evidence.
   """
-  numbers = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
+  numbers = group_numbers(trajectories)
   ids = np.asarray([-1 if t.error else numbers[t.group] for t in trajectories], np.int32)
   returns = np.asarray([t.episode_return for t in trajectories], np.float32)
   keep = np.asarray(group_filter(returns, ids, num_groups=len(numbers)))

@@ -155,6 +155,11 @@ def group_trajectories(trajectories: Iterable[Trajectory]) -> list[Group]:
   return [Group(id, sorted(groups[id], key=lambda t: t.member)) for id in sorted(groups)]
 
 
+def group_numbers(trajectories: Iterable[Trajectory]) -> dict[int, int]:
+  """`group` of the episodes -> its number from 0, in the order in which the groups come: ids for group statistics."""
+  return {group: number for number, group in enumerate(dict.fromkeys(t.group for t in trajectories))}
+
+
 # ---- one JSON line per episode
 
 

@@ -1,17 +1,14 @@
 """The learning curve: training does not notice it, a killed run leaves one row a point, and no task is trained on."""
 
 import json
-import shutil
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from tiny_config import get_config
+from tiny_run import started, tiny
 
-from seed_jax import base, checkpoint, train
+from seed_jax import checkpoint, train
 from seed_jax.curve import KEYS, Curve, panel_tasks
-from seed_jax.run import ConfigError, Run, set_up_jax
+from seed_jax.run import ConfigError, Run
 
 COUNTS = ("episodes", "environment_steps", "tokens_sampled", "tokens_trained")
 
@@ -22,26 +19,9 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-  """A work directory that others start from; its SFT policy is the starting policy, which is enough here."""
-  folder = tmp_path_factory.mktemp("curve")
-  before = jax.config.jax_compilation_cache_dir
-  set_up_jax(folder / "cache")  # every run here has the same programs
-  compilation_cache.reset_cache()
-  run = Run(tiny("grpo"), folder / "start", plain=True)
-  run.open()
-  base.run_base(run)
-  shutil.copytree(run.policy_path("base"), run.policy_path("sft"))
-  run.finish("sft", {})
-  yield run.workdir
-  jax.config.update("jax_compilation_cache_dir", before)
-  compilation_cache.reset_cache()
-
-
-def tiny(method="seed"):
-  config = get_config(method)
-  config.base.update(dict(episodes=60, vocabulary_episodes=60))
-  config.rollout.capacity_buckets = ()  # fewer programs
-  return config
+  """A work directory that others start from."""
+  workdir = started(tmp_path_factory.mktemp("curve") / "start", "grpo")
+  return workdir
 
 
 def trained(start, name, *, every=0, change=None):

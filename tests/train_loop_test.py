@@ -2,18 +2,15 @@
 
 import dataclasses
 import json
-import shutil
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from tiny_config import get_config
+from tiny_run import started, tiny
 
-from seed_jax import base, evaluate, library, methods, report, train
+from seed_jax import evaluate, library, methods, report, train
 from seed_jax.advantages import unequal_groups
 from seed_jax.library import Library, Skill
-from seed_jax.run import Run, set_up_jax
+from seed_jax.run import Run
 from seed_jax.trajectory import Trajectory
 
 ADVICE = "take the potato."
@@ -21,27 +18,10 @@ ADVICE = "take the potato."
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-  """A work directory that others start from; its SFT policy is the starting policy, which is enough here."""
-  folder = tmp_path_factory.mktemp("loop")
-  before = jax.config.jax_compilation_cache_dir
-  set_up_jax(folder / "cache")
-  compilation_cache.reset_cache()
-  run = Run(tiny("seed"), folder / "start", plain=True)
-  run.open()
-  base.run_base(run)
-  shutil.copytree(run.policy_path("base"), run.policy_path("sft"))
-  run.finish("sft", {})
-  library.save(folder / "library.json", Library(general=(Skill("general_001", "t", ADVICE),)))
-  yield run.workdir
-  jax.config.update("jax_compilation_cache_dir", before)
-  compilation_cache.reset_cache()
-
-
-def tiny(method):
-  config = get_config(method)
-  config.base.update(dict(episodes=60, vocabulary_episodes=60))
-  config.rollout.capacity_buckets = ()  # fewer programs
-  return config
+  """A work directory that others start from."""
+  workdir = started(tmp_path_factory.mktemp("loop") / "start", "seed")
+  library.save(workdir.parent / "library.json", Library(general=(Skill("general_001", "t", ADVICE),)))
+  return workdir
 
 
 @pytest.fixture
