@@ -69,8 +69,9 @@ def test_config_and_workdir_must_be_named(fault, tmp_path):
 
 
 def test_a_config_that_cannot_be_loaded(fault, tmp_path):
-  assert fault(f"--config={ROOT}/tests/tiny_confg.py") == (
-    f"the config file '{ROOT}/tests/tiny_confg.py' does not exist; did you mean tiny_config.py?"
+  (tmp_path / "tiny_config.py").write_text("")
+  assert fault(f"--config={tmp_path}/tiny_confg.py") == (
+    f"the config file '{tmp_path}/tiny_confg.py' does not exist; did you mean tiny_config.py?"
   )
   for text, told in [
     ("def get_config(: pass", "SyntaxError"),
