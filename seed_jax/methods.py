@@ -240,6 +240,7 @@ _TABLE = (
   ),
 )
 METHODS = {method.name: method for method in _TABLE}
+OURS = frozenset(METHODS)  # names that no other method may take
 
 
 def names() -> tuple[str, ...]:
@@ -258,10 +259,12 @@ def register(method: Method) -> Method:
   """Makes a method of one's own known by its name, to `get`, to configs and to comparisons; returns it.
 
   A config file defines and registers it above its `get_config`: docs/methods.md has an example. ValueError where the
-  name is that of another method; the very same one may be registered again.
+  name is one of this table's; a method of one's own replaces an earlier one of the name, for a file or a notebook's
+  cell is read more than once.
   """
-  if METHODS.setdefault(method.name, method) != method:
+  if method.name in OURS and METHODS[method.name] != method:
     raise ValueError(f"the name {method.name!r} is taken ({METHODS[method.name].source}); give the method another one")
+  METHODS[method.name] = method
   return method
 
 

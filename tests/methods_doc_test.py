@@ -83,10 +83,11 @@ def test_a_loss_of_ones_own(loaded, tmp_path):
   assert np.isfinite(value)
 
 
-def test_loading_it_a_second_time_says_that_the_name_is_taken(loaded):
+def test_a_file_that_is_loaded_again_replaces_its_method(loaded):
   loaded("my_loss.py")
-  with pytest.raises(main.UsageError, match=r"^the name 'likelier_only' is taken \(mine\); give the "):
-    loaded("my_loss.py")
+  first = methods.get("likelier_only")
+  loaded("my_loss.py")
+  assert methods.get("likelier_only") is not first and methods.names().count("likelier_only") == 1
 
 
 def test_a_transform_of_ones_own(loaded):

@@ -1,0 +1,69 @@
+"""What a hyper-parameter does, and what every method does: sweeps of the quickstart on training rooms that training
+does not play.
+
+Every sweep is a comparison (docs/compare.md) on the split `valid`; nothing of it is measured on the test panel. All of
+them may share one work directory: a run that two sweeps have in common is made once.
+
+  python -m seed_jax.main --config=configs/sweeps.py:beta --workdir=runs/sweeps --stages=compare
+  ... configs/sweeps.py:lambda | group_size | gate | ties | methods | all
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+from seed_jax import methods
+
+COEF, BETA = "train.loss.opd_coef", "train.loss.opd_beta"
+
+
+def _arm(name: str, method: str = "seed", coef: float = 0.1, **fields) -> tuple:
+  """An arm that ends in the fields' values; a dot in a field's name is written `__`."""
+  values = {COEF: coef} if method.startswith("seed") and method != "seed_without_opd" else {}
+  values |= {field.replace("__", "."): value for field, value in fields.items()}
+  return name, method, tuple(f"{field}={value}" for field, value in values.items())
+
+
+def _groups(size: int) -> dict:
+  """The same 64 episodes of an iteration in groups of another size."""
+  return {"train__group_size": size, "train__tasks_per_iteration": 64 // size}
+
+
+SWEEPS = {
+  "gate": [_arm(f"centred {x}", "seed_centred_gate", x) for x in (0.1, 0.3, 1.0, 3.0)],
+  "lambda": [_arm(f"lambda {x}", coef=x) for x in (0.003, 0.01, 0.03, 0.1, 0.3)],
+  "beta": [_arm(f"beta {x}", train__loss__opd_beta=x) for x in (0.0, 1.0, 20.0)] + [_arm("lambda 0.1")],
+  "group_size": [
+    arm
+    for size in (2, 4)
+    for arm in (
+      _arm(f"N {size}, no OPD", "seed_without_opd", **_groups(size)),
+      _arm(f"N {size}", **_groups(size)),
+    )
+  ]
+  + [_arm("lambda 0.1")],
+  "ties": [
+    _arm("ties, GRPO", "grpo_on_ties", **_groups(2)),
+    _arm("ties, SEED", "seed_on_ties", **_groups(2)),
+    _arm("ties, centred", "seed_centred_gate_on_ties", 1.0, **_groups(2)),
+  ],
+  "methods": [_arm(name, name) for name in methods.names() if name != "seed_without_opd"],
+}
+
+
+def get_config(sweep: str = "all") -> ConfigDict:
+  if sweep != "all" and sweep not in SWEEPS:
+    raise ValueError(f"sweep {sweep!r} is unknown; choose one of {', '.join(SWEEPS)}, all")
+  on_ties, centred = methods.get("seed_on_ties"), methods.get("seed_centred_gate").auxiliary
+  methods.register(dataclasses.replace(on_ties, name="seed_centred_gate_on_ties", auxiliary=centred))
+  c = quickstart.get_config()
+  c.analysis.ask = "turn"  # an iteration takes a fifth less time
+  c.train.iterations = 40
+  c.train.panel.update(dict(every=20, split="valid"))
+  c.compare.methods = ("seed_without_opd",)
+  c.compare.baseline = "seed_without_opd"
+  c.compare.seeds = (0, 1, 2)
+  arms = [arm for name, arms in SWEEPS.items() if sweep in (name, "all") for arm in arms]
+  c.compare.arms = tuple(dict.fromkeys(arms))  # what two sweeps share, once
+  return c
