@@ -5,7 +5,7 @@ Every sweep is a comparison (docs/compare.md) on the split `valid`; nothing of i
 them may share one work directory: a run that two sweeps have in common is made once.
 
   python -m seed_jax.main --config=configs/sweeps.py:beta --workdir=runs/sweeps --stages=compare
-  ... configs/sweeps.py:lambda | group_size | gate | ties | methods | all
+  ... configs/sweeps.py:lambda | group_size | gate | analyzer | teacher | ties | methods | all
 """
 
 import dataclasses
@@ -30,6 +30,19 @@ def _groups(size: int) -> dict:
   return {"train__group_size": size, "train__tasks_per_iteration": 64 // size}
 
 
+_ON_TIES = methods.get("seed_on_ties")
+_TIES = dict(group_filter=_ON_TIES.group_filter, settings=_ON_TIES.settings)
+# (method, what is other in it): known by the name METHOD_CHANGE while this file is the config
+VARIANTS = {
+  ("seed_centred_gate", "on_ties"): _TIES,
+  ("seed_frozen_teacher", "on_ties"): _TIES,
+  ("seed_centred_frozen_teacher", "on_ties"): _TIES,
+  ("seed_centred_gate", "frozen_analyzer"): dict(skill_source="frozen_analyzer"),
+  ("seed_centred_gate", "success_only"): dict(skill_source="success_only"),
+  ("seed_centred_gate", "other_task"): dict(skill_source="other_task"),
+  ("seed_centred_frozen_teacher", "other_task"): dict(skill_source="other_task"),
+}
+
 SWEEPS = {
   "gate": [_arm(f"centred {x}", "seed_centred_gate", x) for x in (0.1, 0.3, 1.0, 3.0)],
   "lambda": [_arm(f"lambda {x}", coef=x) for x in (0.003, 0.01, 0.03, 0.1, 0.3)],
@@ -43,10 +56,19 @@ SWEEPS = {
     )
   ]
   + [_arm("lambda 0.1")],
+  "teacher": [_arm(f"frozen teacher {x}", "seed_frozen_teacher", x) for x in (0.1, 1.0)]
+  + [_arm(f"centred, frozen teacher {x}", "seed_centred_frozen_teacher", x) for x in (0.1, 0.3, 1.0)]
+  + [_arm("centred, frozen teacher 0.3, other task", "seed_centred_frozen_teacher_other_task", 0.3)],
   "ties": [
     _arm("ties, GRPO", "grpo_on_ties", **_groups(2)),
     _arm("ties, SEED", "seed_on_ties", **_groups(2)),
     _arm("ties, centred", "seed_centred_gate_on_ties", 1.0, **_groups(2)),
+    _arm("ties, frozen teacher", "seed_frozen_teacher_on_ties", 1.0, **_groups(2)),
+    _arm("ties, centred, frozen teacher", "seed_centred_frozen_teacher_on_ties", 1.0, **_groups(2)),
+  ],
+  "analyzer": [
+    _arm(f"centred 1.0, {source}", f"seed_centred_gate_{source}", 1.0)
+    for source in ("frozen_analyzer", "success_only", "other_task")
   ],
   "methods": [_arm(name, name) for name in methods.names() if name != "seed_without_opd"],
 }
@@ -55,8 +77,8 @@ SWEEPS = {
 def get_config(sweep: str = "all") -> ConfigDict:
   if sweep != "all" and sweep not in SWEEPS:
     raise ValueError(f"sweep {sweep!r} is unknown; choose one of {', '.join(SWEEPS)}, all")
-  on_ties, centred = methods.get("seed_on_ties"), methods.get("seed_centred_gate").auxiliary
-  methods.register(dataclasses.replace(on_ties, name="seed_centred_gate_on_ties", auxiliary=centred))
+  for (method, change), fields in VARIANTS.items():
+    methods.register(dataclasses.replace(methods.get(method), name=f"{method}_{change}", **fields))
   c = quickstart.get_config()
   c.analysis.ask = "turn"  # an iteration takes a fifth less time
   c.train.iterations = 40

@@ -10,9 +10,10 @@ What is scored, in units of one forward pass over the ordinary rows (no gradient
 | later      | one pass, before the first update                 | the other rows of that pass       |
 |            | with rescore = "minibatch": one pass              | one pass, just before its update  |
 
-plus one pass by the reference where the loss has a KL term. Micro-batches in which no sample has a skill are left out
-of the skill context. Where a method re-weighs whole groups after scoring (`Method.regrade`), the first mini-batch is
-scored like a later one.
+plus one pass by the reference where the loss has a KL term. Where the teacher is not the current policy
+(`Method.teacher`), it scores the skill context in a pass of its own, once, whatever rescore says. Micro-batches in
+which no sample has a skill are left out of the skill context. Where a method re-weighs whole groups after scoring
+(`Method.regrade`), the first mini-batch is scored like a later one.
 
 What both contexts of a sample have in common, their tokens before the inserted skill, is computed twice: 8 % of a pair
 in transcripts of the quickstart, 2-5 % in ALFWorld windows. A program of its own would cost more than that.
@@ -42,7 +43,7 @@ class Scoring:
   """What decides which passes a mini-batch needs.
 
   rescore: "iteration" (official code) scores the skill context with the policy at the start of the iteration,
-    "minibatch" (the paper's notation) with the current one.
+    "minibatch" (the paper's notation) with the current one. With a teacher that does not move they are the same.
   """
 
   model: ModelConfig
@@ -68,6 +69,11 @@ class Scoring:
     return dict(skills=self.method.needs_skills, transform_coef=coef)
 
   @property
+  def rescores(self) -> bool:
+    """Whether later mini-batches get their skill context scored just before their update."""
+    return self.rescore == "minibatch" and self.method.needs_skills and self.method.teacher == "current"
+
+  @property
   def own_old(self) -> bool:
     """Whether the update's own log-probabilities are the first mini-batch's old ones: nothing else reads them."""
     return self.method.regrade is None
@@ -79,11 +85,12 @@ def mini_batches(samples: Sequence[Sample], count: int, seed: int) -> list[list[
   return [[samples[i] for i in sorted(part)] for part in np.array_split(order, min(count, max(len(samples), 1)))]
 
 
-def scored(batch: Batch, params, reference, scoring: Scoring, *, first: bool) -> Batch:
+def scored(batch: Batch, params, reference, scoring: Scoring, *, first: bool, teacher=None) -> Batch:
   """The batch with all log-probabilities that the update cannot compute itself, by the policy `params` that the
-  iteration starts with. `first`: it belongs to the first mini-batch. `reference` is None where there is no KL term.
+  iteration starts with. `first`: it belongs to the first mini-batch. `reference` is None where there is no KL term,
+  `teacher` where the skill context is read by the policy itself.
   """
-  skill = scoring.method.needs_skills
+  skill = scoring.method.needs_skills and teacher is None
   nothing = jnp.zeros_like(batch.count)
   old = batch.sampler_logprobs  # stands for nothing: of the first mini-batch it is never read
   if not first and skill and scoring.rescore == "iteration":
@@ -94,6 +101,8 @@ def scored(batch: Batch, params, reference, scoring: Scoring, *, first: bool) ->
     old = _score(params, batch, "ordinary", scoring, nothing, batch.count)
   elif skill:
     batch = rescored(batch, params, scoring)
+  if teacher is not None:
+    batch = rescored(batch, teacher, scoring)
   if reference is not None:
     batch = batch.replace(ref_logprobs=_score(reference, batch, "ordinary", scoring, nothing, batch.count))
   return batch.replace(old_logprobs=old, own_old=jnp.full_like(batch.count, first, bool))
@@ -105,10 +114,12 @@ def rescored(batch: Batch, params, scoring: Scoring) -> Batch:
   return batch.replace(skill_logprobs=skill)
 
 
-def score_all(minibatches: Sequence[Sequence[Batch]], params, reference, scoring: Scoring) -> list[list[Batch]]:
+def score_all(
+  minibatches: Sequence[Sequence[Batch]], params, reference, scoring: Scoring, teacher=None
+) -> list[list[Batch]]:
   """`scored` for the mini-batches of an iteration, in their order."""
   return [
-    [scored(b, params, reference, scoring, first=scoring.own_old and not number) for b in part]
+    [scored(b, params, reference, scoring, first=scoring.own_old and not number, teacher=teacher) for b in part]
     for number, part in enumerate(minibatches)
   ]
 
@@ -133,7 +144,7 @@ def updates(
   """
   taken = []
   for number, part in enumerate(minibatches):
-    if number and scoring.rescore == "minibatch" and scoring.method.needs_skills:
+    if number and scoring.rescores:
       part = [rescored(b, state.params, scoring) for b in part]
     ordinary = [b.replace(skill=None) for b in part]  # only these rows are differentiated
     more = [[b.replace(skill=None) for b in replayed[number]]] if number < len(replayed) else []
@@ -178,6 +189,7 @@ def programs(
   mesh: jax.sharding.Mesh,
   *,
   minibatches: int,
+  teacher=None,
 ) -> list[tuple[str, Callable[[], None]]]:
   """What `score_all` and `update_all` will compile, as (name, a call that compiles it), so that it can be done before
   the first iteration and with a progress bar. The calls leave the state as it is; each needs the mesh to be set.
@@ -185,8 +197,8 @@ def programs(
 
   def warm(shape, first):
     empty = batching.empty_batch(shape, mesh, **scoring.batch_options)
-    batch = scored(empty, state.params, reference, scoring, first=first)
-    if not first and scoring.rescore == "minibatch" and scoring.method.needs_skills:
+    batch = scored(empty, state.params, reference, scoring, first=first, teacher=teacher)
+    if not first and scoring.rescores:
       batch = rescored(batch, state.params, scoring)
     jax.block_until_ready(batch)
     return batch

@@ -37,6 +37,11 @@ SKILL_SOURCES = {
   "random_text": "random tokens, as many as the own skill has",
   "group_contrast": "a skill of a success to follow and one of a failure to avoid, of a group that has both",
 }
+# whose parameters read the skill context -> what that means
+TEACHERS = {
+  "current": "the policy itself, as it is when it is scored",
+  "start": "the policy that training began from, which stays as it is",
+}
 _HINDSIGHT = (
   "own",
   "group",
@@ -62,6 +67,7 @@ class Method:
   needs_sft: the method's own recipe starts from the Stage-1 checkpoint; a config may start any method from it.
   source: where it is defined; says so where it is our reconstruction.
   skill_source: a key of SKILL_SOURCES: whose text it is.
+  teacher: a key of TEACHERS: whose log-probabilities those of the skill context are.
   transform: (*, advantages, old_logprobs, skill_logprobs, skill_mask, coef) -> advantages [B, T], or None.
   regrade: a transform that needs all turns of a group at once, with turn_ids, group_ids, num_turns and num_groups more;
     applied to all tokens of an iteration after scoring; or None.
@@ -84,6 +90,7 @@ class Method:
   needs_sft: bool
   source: str
   skill_source: str = "none"
+  teacher: str = "current"
   transform: Callable | None = None
   regrade: Callable | None = None
   reward_loss: Callable | None = None
@@ -101,6 +108,11 @@ class Method:
     if self.needs_skills and self.context not in RESCORED:
       what = "an auxiliary loss" if self.auxiliary is not None else "a transform of advantages"
       raise ValueError(f"method {self.name!r}: {what} compares two contexts, but context={self.context!r} gives one")
+    if self.teacher not in TEACHERS or (self.teacher != "current" and not self.needs_skills):
+      raise ValueError(
+        f"method {self.name!r}: teacher {self.teacher!r} must be one of {', '.join(TEACHERS)}, and without a skill "
+        "context that is scored it must be current"
+      )
     if self.reward_loss is not None and self.regrade is None:
       raise ValueError(f"method {self.name!r}: it trains a reward model, but no regrade uses what that says")
     if not self.trains and self.context not in ("none", "library_evaluation"):

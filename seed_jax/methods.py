@@ -52,6 +52,12 @@ def _variant(base: Method, name: str, source: str, **changes) -> Method:
   return dataclasses.replace(base, name=name, source=source, **changes)
 
 
+_CENTRED = _variant(
+  SEED,
+  "seed_centred_gate",
+  "[R] control: SEED with the gate less 1/2, the same expectation without the push on every sampled token",
+  auxiliary=losses.centred_opd_loss,
+)
 _untrained = dict(policy_gradient=False)
 _library = dict(skill_source="library")
 _TABLE = (
@@ -220,11 +226,15 @@ _TABLE = (
     )
     for base in (SEED, GRPO)
   ),
-  _variant(
-    SEED,
-    "seed_centred_gate",
-    "[R] control: SEED with the gate less 1/2, the same expectation without the push on every sampled token",
-    auxiliary=losses.centred_opd_loss,
+  _CENTRED,
+  *(
+    _variant(
+      base,
+      name,
+      "[R] control: the policy that training began from reads the skill context, and does not move with the student",
+      teacher="start",
+    )
+    for base, name in ((SEED, "seed_frozen_teacher"), (_CENTRED, "seed_centred_frozen_teacher"))
   ),
   _variant(SEED, "seed_constant_gate", "[R] control: SEED with the constant gate 1/2", loss_opd_beta=0.0),
   *(

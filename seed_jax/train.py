@@ -43,6 +43,7 @@ def run_train(run: Run) -> dict:
   model, params = run.load_policy(start_from)
   loss = loss_config(run.config)
   reference = params if loss.kl_coef else None
+  teacher = params if method.teacher == "start" else None
   chain = optimizer.make_optimizer(optimizer_config(c.optimizer), c.iterations * c.minibatches)
   step_fn = update.make_update(model, MethodLoss(method, loss), chain, temperature=loss.temperature)
   scoring = learn.Scoring(model, method, loss, c.rescore)
@@ -145,8 +146,8 @@ def run_train(run: Run) -> dict:
   learning = []
   if method.trains:
     count = c.minibatches if method.replay is None else max(c.minibatches, 2)  # replayed ones are scored as later ones
-    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=count)
-  theory = c.theory_every and method.needs_skills
+    learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=count, teacher=teacher)
+  theory = c.theory_every and method.needs_skills and teacher is None  # propositions about a policy that teaches itself
   if theory:
     learning += instruments.programs(params, scoring, shapes, run.mesh, contexts=c.theory_contexts)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
@@ -206,7 +207,7 @@ def run_train(run: Run) -> dict:
 
       # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
       with timer("score"), jax.set_mesh(run.mesh):
-        minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring))
+        minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring, teacher))
       if branch.keeps:
         log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
       with timer("score"), jax.set_mesh(run.mesh):

@@ -95,6 +95,25 @@ def test_an_old_policy_that_is_not_scored_is_the_updates_own(params, method, res
   assert metrics["mismatch_mean"] == pytest.approx(gaps.mean(), rel=0.2)  # a mean of two means
 
 
+@pytest.mark.parametrize("rescore", learn.RESCORE)
+def test_a_teacher_that_does_not_move_reads_the_skill_context_and_nothing_else(params, rescore):
+  held = scoring("seed_frozen_teacher", rescore)
+  policy = jax.tree.map(lambda x: x * 1.1, params)
+  with jax.set_mesh(MESH):
+    _, minibatches = parts_of(samples(9), 2)
+    ours, start = sharding.put_params(policy, MESH), sharding.put_params(params, MESH)
+    found = learn.score_all(minibatches, ours, start, held, start)
+    by_policy = learn.score_all(minibatches, ours, start, scoring())
+    by_start = learn.score_all(minibatches, start, start, scoring())
+  assert not held.rescores
+  for part, own, other in zip(found, by_policy, by_start, strict=True):
+    for batch, mine, starts in zip(part, own, other, strict=True):
+      np.testing.assert_allclose(batch.old_logprobs, mine.old_logprobs, atol=1e-5)
+      np.testing.assert_allclose(batch.ref_logprobs, mine.ref_logprobs, atol=1e-5)
+      np.testing.assert_allclose(batch.skill_logprobs, starts.skill_logprobs, atol=1e-5)
+      assert np.abs(np.asarray(batch.skill_logprobs) - np.asarray(mine.skill_logprobs)).max() > 0.01
+
+
 def test_what_has_no_skill_is_left_out_of_the_skill_pass(params):
   scores = scoring(loss=LossConfig(kl_coef=0.0))
   shapes = (RowShape(24, 16, 1),)

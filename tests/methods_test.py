@@ -194,6 +194,13 @@ def test_named_methods_by_hand(name):
   np.testing.assert_allclose(loss, by_hand(name, common, skill), rtol=1e-5, atol=1e-7)
 
 
+def test_a_teacher_needs_a_name_and_a_skill_context():
+  for base, teacher in (("seed", "ema"), ("grpo", "start")):
+    with pytest.raises(ValueError, match=f"teacher '{teacher}' must be one of current, start, and without a skill"):
+      dataclasses.replace(methods.get(base), teacher=teacher)
+  assert methods.get("seed").teacher == "current" and methods.get("seed_frozen_teacher").teacher == "start"
+
+
 # --- methods of one's own ---------------------------------------------------------------------------------------------
 
 
