@@ -42,7 +42,7 @@ def write_gguf(path, config, params, *, arch=None, quantise=False, change=None):
       (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
   for row, layer in hf_names.rows_with_layers(config):
     array = params[row.leaf] if layer is None else params["layers"][row.leaf][layer]
-    tensor = hf_names.tensor_of(row, array, config)
+    tensor = hf_names.file_matrix(row, array).reshape(row.file_shape(config))
     if arch == "llama" and row.leaf in ("q", "k"):
       # Rows of a head: first half, second half -> pairs.
       heads = config.num_heads if row.leaf == "q" else config.num_kv_heads

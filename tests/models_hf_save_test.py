@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import fake_store
 import jax
 import numpy as np
 import pytest
@@ -23,6 +24,11 @@ def saved(tmp_path):
   params = random_params(TIED)
   hf.save(tmp_path / "model", TIED, params)
   return tmp_path / "model", params
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+  return fake_store.install(tmp_path, monkeypatch)
 
 
 def test_parameters_of_another_shape_are_not_saved(tmp_path):
@@ -126,14 +132,46 @@ def test_two_processes_write_one_model(saved, tmp_path):
   assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "theirs"]
 
 
-def test_a_remote_directory_is_copied(saved, tmp_path, monkeypatch):
-  from etils import epath
-
-  store, real = tmp_path / "store", epath.Path
-  monkeypatch.setattr(epath, "Path", lambda path: real(str(path).replace("gs://bucket", str(store))))
+def test_a_store_is_written_and_read_in_place(bucket):
   params = random_params(TIED, seed=2)
-  for _ in range(2):  # the second time it is there already
-    hf.save("gs://bucket/policy/final", TIED, params)
+  hf.save("gs://bucket/policy/final", TIED, params, max_shard_bytes=5000)
+  hf.save("gs://bucket/policy/final", TIED, params)  # the second time it is there already
+  written = ["config.json", "generation_config.json", "model.safetensors"]
+  assert sorted(file.name for file in (bucket / "policy" / "final").iterdir()) == written
   jax.tree.map(np.testing.assert_array_equal, hf.load("gs://bucket/policy/final")[1], params)
+  jax.tree.map(np.testing.assert_array_equal, hf.load(bucket / "policy" / "final")[1], params)
   with pytest.raises(FileNotFoundError, match="no such model: gs://bucket/policy/first"):
     hf.load("gs://bucket/policy/first")
+
+
+def test_a_failed_save_to_a_store_leaves_no_model(bucket):
+  params = random_params(TIED)
+  hf.save("gs://bucket/model", TIED, params)
+
+  class Broken:
+    stop_ids = (1,)
+
+    def save(self, directory):
+      raise OSError("quota")
+
+  with pytest.raises(OSError, match="quota"):
+    hf.save("gs://bucket/model", TIED, params, tokenizer=Broken())
+  with pytest.raises(FileNotFoundError, match="gs://bucket/model has no config.json"):
+    hf.load("gs://bucket/model")
+  (bucket / "photos").mkdir()
+  (bucket / "photos" / "one.jpg").write_text("x")
+  with pytest.raises(ValueError, match="gs://bucket/photos exists and is not a model directory"):
+    hf.save("gs://bucket/photos", TIED, params)
+
+
+def test_a_tokenizer_goes_to_a_store(bucket):
+  class Files:
+    stop_ids = (5, 7)
+
+    def save(self, directory):
+      (directory / "tokenizer.json").write_text("{}")
+
+  hf.save("gs://bucket/model", TIED, random_params(TIED), tokenizer=Files())
+  assert (bucket / "model" / "tokenizer.json").read_text() == "{}"
+  with hf.local_copy("gs://bucket/model") as local:
+    assert sorted(file.name for file in local.iterdir()) == ["config.json", "generation_config.json", "tokenizer.json"]
