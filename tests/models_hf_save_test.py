@@ -91,43 +91,49 @@ def test_a_failed_rename_brings_the_old_model_back(saved, tmp_path, monkeypatch)
 PROCESS = """
 import sys
 import jax
-import numpy as np
 from seed_jax import sharding
-from seed_jax.models import hf
+from seed_jax.models import hf, hf_files
 rank, port, source, target = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
-config, params = hf.load(source)
-mesh = sharding.make_mesh(1, 4, 1)
-specs = sharding.param_specs(params)
-place = lambda x, spec: jax.make_array_from_callback(x.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: x[i])
-placed = jax.tree.map(place, params, specs)
+leave = hf_files.Safetensors.__exit__
+def leaving(source, *error):
+  print("bytes read", source.bytes_read)
+  leave(source, *error)
+hf_files.Safetensors.__exit__ = leaving
+config, placed = hf.load_sharded(source, sharding.make_mesh(1, 4, 1))
 assert not placed["layers"]["q"].is_fully_addressable
 hf.save(target, config, placed, max_shard_bytes=5000)
-hf.load(target)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_write_one_model(saved, tmp_path):
-  directory, params = saved
+def test_two_processes_read_each_byte_once_and_write_one_model(tmp_path):
+  config = dataclasses.replace(TIED, vocab_size=40)  # rows that divide over four devices
+  params = random_params(config)
+  hf.save(tmp_path / "model", config, params)
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   root = pathlib.Path(hf.__file__).parents[2]
-  environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
   running = [
     subprocess.Popen(
-      [sys.executable, "-c", PROCESS, str(rank), str(port), str(directory), str(tmp_path / "theirs")], env=environment
+      [sys.executable, "-c", PROCESS, str(rank), str(port), str(tmp_path / "model"), str(tmp_path / "theirs")],
+      env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+      stdout=subprocess.PIPE,
+      text=True,
     )
     for rank in range(2)
   ]
   try:
-    assert [process.wait(timeout=240) for process in running] == [0, 0]
+    told = [process.communicate(timeout=240)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
   finally:
     for process in running:
       process.kill()
+  half = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // 2
+  assert [[line for line in lines.splitlines() if "bytes" in line] for lines in told] == [[f"bytes read {half}"]] * 2
   jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "theirs")[1], params)
   assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "theirs"]
 

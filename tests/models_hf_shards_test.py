@@ -49,6 +49,20 @@ def test_reading_onto_a_mesh_is_reading_and_placing(saved, shape, small_blocks):
   assert jax.tree.map(lambda leaf: leaf.sharding, placed) == wanted
 
 
+@pytest.mark.parametrize("shape", [*MESHES, (4, 2, 1), (1, 2, 2)])
+def test_rows_dealt_out_and_exchanged_are_the_same_parameters(saved, shape, small_blocks, monkeypatch):
+  """What a job of several processes does, in one: no row is read twice, not even for replicas."""
+  directory, config, params = saved
+  mesh = sharding.make_mesh(*shape)
+  monkeypatch.setattr(hf_shards, "read_directly", hf_shards.read_once)
+  _, placed = hf.load_sharded(directory, mesh)
+  equal(placed, params)
+  wanted = jax.tree.map(lambda leaf: leaf.sharding, sharding.put_params(params, mesh))
+  assert jax.tree.map(lambda leaf: leaf.sharding, placed) == wanted
+  _, placed = hf.load_sharded(directory, mesh, dtype="bfloat16")
+  equal(placed, jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params))
+
+
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("in_mesh", [False, True])
 def test_writing_from_a_mesh_is_writing_from_a_host(saved, shape, in_mesh, tmp_path, small_blocks):

@@ -219,5 +219,6 @@ def _write_weights(directory, config: ModelConfig, params: dict, dtype, max_shar
         array = hf_shards.on_host(leaf_of(row, layer), layer, dtype)
         if file is not None:
           file.write(hf_names.file_matrix(row, array))
+        del array  # before the next one comes
   if directory is not None and len(names) > 1:
     hf_files.write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": placed})

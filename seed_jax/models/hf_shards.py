@@ -7,13 +7,14 @@ brings one tensor at a time to a host.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from seed_jax import sharding
 from seed_jax.models import hf_names
@@ -21,25 +22,53 @@ from seed_jax.models.config import ModelConfig
 from seed_jax.models.hf_files import Safetensors
 
 ALIGNMENT = 64  # bytes; a CPU device takes such a buffer over without a copy
+BLOCK = 4 << 20  # bytes that come from a device at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """A parameter and the tensors that it is made of."""
+
+  row: hf_names.Row
+  config: ModelConfig
+  layered: bool  # stacked over L
+
+  @property
+  def names(self) -> list[str]:
+    layers = range(self.config.num_layers) if self.layered else [None]
+    return [hf_names.hf_name(self.row, layer) for layer in layers]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (*([self.config.num_layers] * self.layered), *self.row.shape(self.config))
+
+  @property
+  def matrix(self) -> tuple[int, int]:
+    """Rows and columns of each of its tensors."""
+    rows, *columns = self.row.file_shape(self.config)
+    return rows, math.prod(columns)
 
 
 def read(source: Safetensors, config: ModelConfig, mesh: Mesh, dtype: np.dtype | None) -> dict:
   """The parameters on `mesh` under `sharding.param_specs`, read from a checkpoint that fits `config`.
 
   A host needs memory for its share of the parameters and for a few blocks of `hf_files.BLOCK` bytes; with accelerators
-  only for its share of the largest leaf. With `dtype` None a leaf has the dtype of its tensors.
+  only for its share of the largest leaf. With `dtype` None a leaf has the dtype of its tensors. One process reads
+  directly; in a job of several, each row is read by one of them.
 
   Raises ValueError where a dimension does not divide over its mesh axes.
   """
-  shapes = _tree(config, lambda row, shape: jax.ShapeDtypeStruct(shape, np.float32))
+  leaves = {row.leaf: Leaf(row, config, layered=False) for row in hf_names.top_rows(config)}
+  leaves["layers"] = {row.leaf: Leaf(row, config, layered=True) for row in hf_names.layer_rows(config)}
+  shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves)
   sharding.check_divisible(shapes, mesh)
-  specs = sharding.param_specs(shapes)
 
-  def leaf(row, shape):
-    spec = specs[row.leaf] if row in hf_names.TOP else specs["layers"][row.leaf]
-    return _read_leaf(source, row, config, shape, NamedSharding(mesh, spec), dtype)
+  def of(leaf, spec):
+    target = NamedSharding(mesh, spec)
+    kind = np.result_type(*{source.dtypes[name] for name in leaf.names}) if dtype is None else dtype
+    return (read_directly if target.is_fully_addressable else read_once)(source, leaf, target, kind)
 
-  return _tree(config, leaf)
+  return jax.tree.map(of, leaves, sharding.param_specs(shapes))
 
 
 def on_host(leaf, layer: int | None, dtype: np.dtype | None = None) -> np.ndarray:
@@ -54,24 +83,66 @@ def on_host(leaf, layer: int | None, dtype: np.dtype | None = None) -> np.ndarra
   if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
     with jax.set_mesh(leaf.sharding.mesh):
       return np.asarray(jax.block_until_ready(_gather(leaf, layer, dtype=dtype)))
-  out = None
-  for shard in leaf.addressable_shards:
-    if shard.replica_id and not leaf.is_fully_replicated:
-      continue
-    # A new array of one device: numpy's copy of it, which jax keeps with an array, goes with it.
-    part = np.asarray(_pick(shard.data, layer))
-    if part.shape == _shape(leaf, layer):
-      return part if dtype is None else part.astype(dtype, copy=False)
-    if out is None:
-      out = np.empty(_shape(leaf, layer), leaf.dtype if dtype is None else dtype)
-    out[shard.index if layer is None else shard.index[1:]] = part
+  out = np.empty(leaf.shape if layer is None else leaf.shape[1:], leaf.dtype if dtype is None else dtype)
+  shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+  for shard in shards or leaf.addressable_shards[:1]:  # replicated over hosts, the first of which has replica 0
+    place = out[shard.index if layer is None else shard.index[1:]]
+    for start, block in _blocks(shard.data, layer):
+      place[start : start + len(block)] = block
   return out
 
 
-def _read_leaf(source, row, config, shape, target: NamedSharding, dtype) -> jax.Array:
-  layered = row in hf_names.LAYER
-  names = [hf_names.hf_name(row, layer) for layer in (range(config.num_layers) if layered else [None])]
-  dtype = np.result_type(*{source.dtypes[name] for name in names}) if dtype is None else dtype
+def read_directly(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.dtype) -> jax.Array:
+  """A leaf under `target`; each host reads the rows of which its devices need any column."""
+
+  def locate(part, buffer):
+    return (*hf_names.file_part(leaf.row, part, leaf.config), hf_names.file_matrix(leaf.row, buffer))
+
+  return _filled(source, leaf.names, leaf.shape, target, dtype, locate, stacked=leaf.layered)
+
+
+def read_once(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.dtype) -> jax.Array:
+  """A leaf under `target`, of which the whole job reads each row once: the rows are dealt out to all devices of the
+  mesh, which then exchange what belongs elsewhere. A device needs room for its part of the rows beside its shard.
+
+  Most of a checkpoint's matrices have our sharded axis D in their columns: read directly, every host would read nearly
+  every row of the checkpoint, and keep its columns.
+  """
+  row, mesh = leaf.row, target.mesh
+  spec = (*target.spec, *[None] * len(leaf.shape))[: len(leaf.shape)]
+  layers, *own = spec if leaf.layered else (None, *spec)
+  first, second = (row.num_inner, 0) if row.linear else (0, len(own) - 1)
+  rows, columns = own[first], own[second] if second != first and not row.flat else None
+  used = [*_axes(rows), *_axes(columns)]
+  # The target's axes lead, so that rows move within groups of devices only.
+  dealt = used + [axis for axis in mesh.axis_names if axis not in (*used, *_axes(layers))]
+  shape = (len(leaf.names), *leaf.matrix)
+  while shape[1] % math.prod(mesh.shape[axis] for axis in dealt):
+    dealt.pop()
+  kind = np.result_type(*{source.dtypes[name] for name in leaf.names})  # is exchanged as it is stored
+  by_rows = NamedSharding(mesh, P(layers, tuple(dealt) or None, None))
+  staged = _filled(source, leaf.names, shape, by_rows, kind, lambda part, buffer: (*part, buffer), stacked=True)
+  arrange = functools.partial(_arranged, linear=row.linear, shape=target.shard_shape(leaf.shape), dtype=dtype)
+
+  @jax.jit
+  def exchange(staged):
+    stored = P(layers, rows, columns)
+    return jax.shard_map(arrange, in_specs=stored, out_specs=target.spec)(jax.sharding.reshard(staged, stored))
+
+  with jax.set_mesh(mesh):
+    return jax.block_until_ready(exchange(staged))
+
+
+def _arranged(matrices, *, linear, shape, dtype):
+  """[layers, rows, columns] of the checkpoint as our shard of this shape."""
+  return (matrices.swapaxes(1, 2) if linear else matrices).reshape(shape).astype(dtype)
+
+
+def _filled(source, names, shape, target: NamedSharding, dtype, locate, *, stacked: bool) -> jax.Array:
+  """An array whose shards on this host are filled from the tensors `names`, those of a `stacked` one along axis 0.
+
+  `locate(part, buffer)` gives rows, columns and the matrix to fill for one layer's part of the array.
+  """
   devices: dict[tuple, list] = {}  # part of the array -> who holds it
   for device, index in target.addressable_devices_indices_map(shape).items():
     part = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
@@ -80,20 +151,18 @@ def _read_leaf(source, row, config, shape, target: NamedSharding, dtype) -> jax.
   for layer, name in enumerate(names):
     pieces = []
     for part, buffer in buffers.items():
-      if not layered:
-        pieces.append((*hf_names.file_part(row, part, config), hf_names.file_matrix(row, buffer)))
-      elif part[0][0] <= layer < part[0][1]:
-        own = buffer[layer - part[0][0]]
-        pieces.append((*hf_names.file_part(row, part[1:], config), hf_names.file_matrix(row, own)))
+      (start, stop), *rest = part if stacked else ((0, 1), *part)
+      if start <= layer < stop:
+        pieces.append(locate(tuple(rest), buffer[layer - start] if stacked else buffer))
     source.fill(name, pieces)
   arrays = [jax.device_put(buffers[part], device) for part, holders in devices.items() for device in holders]
   # Before the next leaf is read: a transfer under way would hold this one's buffers beside the next one's.
   return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, target, arrays))
 
 
-def _tree(config: ModelConfig, make: Callable[[hf_names.Row, tuple[int, ...]], object]) -> dict:
-  layers = {row.leaf: make(row, (config.num_layers, *row.shape(config))) for row in hf_names.layer_rows(config)}
-  return {row.leaf: make(row, row.shape(config)) for row in hf_names.top_rows(config)} | {"layers": layers}
+def _axes(entry) -> tuple[str, ...]:
+  """Mesh axes of one entry of a PartitionSpec."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _aligned(shape, dtype) -> np.ndarray:
@@ -103,14 +172,16 @@ def _aligned(shape, dtype) -> np.ndarray:
   return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _shape(leaf, layer) -> tuple[int, ...]:
-  return leaf.shape if layer is None else leaf.shape[1:]
+def _blocks(array: jax.Array, layer: int | None):
+  """(first row, rows) of an array of one device, or of a layer of it, whatever mesh the caller has set.
 
-
-def _pick(array: jax.Array, layer: int | None) -> jax.Array:
-  """A part of an array of one device, which no mesh that the caller may have set need know."""
+  Each block is an array of its own: numpy's copy of an array stays with the array, and these go.
+  """
   with jax.set_mesh(_mesh_of(*array.devices())):
-    return array.copy() if layer is None else array[layer]
+    array = array if layer is None else array[layer]
+    step = max(BLOCK // (math.prod(array.shape[1:]) * array.dtype.itemsize), 1)
+    for start in range(0, len(array), step):
+      yield start, np.asarray(jax.lax.dynamic_slice_in_dim(array, start, min(step, len(array) - start)))
 
 
 @functools.cache
