@@ -127,7 +127,7 @@ def test_two_processes_read_each_byte_once_and_write_one_model(tmp_path):
     for rank in range(2)
   ]
   try:
-    told = [process.communicate(timeout=240)[0] for process in running]
+    told = [process.communicate(timeout=600)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
   finally:
     for process in running:

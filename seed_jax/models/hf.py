@@ -78,8 +78,8 @@ def save(
 
   The directory appears as a whole: it is written beside `path` under another name and renamed, replacing an earlier
   export (an object store has no such name: there config.json is written last). One tensor of the checkpoint at a time
-  is on the host and goes straight to its file. In a run of several processes all of them call it: each tensor is
-  gathered, for which every device needs room, and process 0 writes.
+  is made on the host, from its own shards of one leaf, and goes straight to its file. In a run of several processes all
+  of them call it: each tensor is gathered, for which every device needs room, and process 0 writes.
 
   Args:
     path: the directory to make, or `gs://...`; an existing one is replaced only if it holds a `config.json` or nothing.
@@ -207,7 +207,7 @@ def _write_weights(directory, config: ModelConfig, params: dict, dtype, max_shar
   names = (
     [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
   )
-  placed = {}
+  placed, host = {}, hf_shards.OnHost(dtype, wanted=directory is not None)
   for name, shard in zip(names, shards, strict=True):
     shard.sort(key=lambda item: -item[2].itemsize)  # every tensor begins at a multiple of its item size
     tensors = {hf_names.hf_name(row, layer): (kind, row.file_shape(config)) for row, layer, kind in shard}
@@ -216,7 +216,7 @@ def _write_weights(directory, config: ModelConfig, params: dict, dtype, max_shar
       contextlib.nullcontext() if directory is None else hf_files.Writer(epath.Path(directory / name), tensors) as file
     ):
       for row, layer, _ in shard:
-        array = hf_shards.on_host(leaf_of(row, layer), layer, dtype)
+        array = host.take(leaf_of(row, layer), layer)
         if file is not None:
           file.write(hf_names.file_matrix(row, array))
         del array  # before the next one comes

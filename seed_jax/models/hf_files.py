@@ -30,6 +30,7 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 WEIGHTS = (".safetensors", ".bin", ".pth", ".h5", ".msgpack", ".onnx")  # what nobody needs a copy of
 BLOCK = 16 << 20  # bytes that are read or written at once
+TILE = 64  # rows that are copied at once
 READERS = 4  # blocks under way from an object store, where one stream is slower than the network
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
 
@@ -98,7 +99,7 @@ class Safetensors:
       for (start, stop), columns, out in parts:
         low, high = max(start, first), min(stop, first + len(block))
         if low < high:
-          out[low - start : high - start] = block[low - first : high - first, slice(*columns)]
+          _copy(out[low - start : high - start], block[low - first : high - first, slice(*columns)])
 
   def same(self, one: str, other: str) -> bool:
     """Whether two tensors are equal, compared a block of rows at a time."""
@@ -260,6 +261,12 @@ def read_json(path: epath.Path) -> dict:
 
 def write_json(path: epath.Path, values: dict) -> None:
   path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _copy(out: np.ndarray, block: np.ndarray) -> None:
+  """Rows into the rows of `out`, which may lie transposed: few at a time, so that both stay in the cache."""
+  for start in range(0, len(block), TILE):
+    out[start : start + TILE] = block[start : start + TILE].astype(out.dtype, copy=False)
 
 
 def _weight_map(directory) -> dict[str, str] | None:

@@ -22,7 +22,6 @@ from seed_jax.models.config import ModelConfig
 from seed_jax.models.hf_files import Safetensors
 
 ALIGNMENT = 64  # bytes; a CPU device takes such a buffer over without a copy
-BLOCK = 4 << 20  # bytes that come from a device at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,28 +67,60 @@ def read(source: Safetensors, config: ModelConfig, mesh: Mesh, dtype: np.dtype |
     kind = np.result_type(*{source.dtypes[name] for name in leaf.names}) if dtype is None else dtype
     return (read_directly if target.is_fully_addressable else read_once)(source, leaf, target, kind)
 
-  return jax.tree.map(of, leaves, sharding.param_specs(shapes))
+  with jax.set_mesh(mesh):
+    specs = sharding.param_specs(shapes)
+  return jax.tree.map(of, leaves, specs)
 
 
-def on_host(leaf, layer: int | None, dtype: np.dtype | None = None) -> np.ndarray:
-  """One layer of a stacked leaf (or, with layer None, a leaf) as a numpy array, in `dtype` if given.
+class OnHost:
+  """Brings one layer of a leaf after the other, in `dtype` if given, to this host.
 
   A leaf that lies on several hosts is gathered by all of them: every process must ask for the same, and every device
-  needs room for it. Of a leaf of this host nothing but the result is made.
+  needs room for a layer of it. Of a leaf of this host its shards are fetched at its first layer and kept up to the next
+  leaf (a CPU device's memory is read where it is). A host that does not want the arrays gets None.
   """
-  if not isinstance(leaf, jax.Array):
-    array = np.asarray(leaf if layer is None else leaf[layer])
-    return array if dtype is None else array.astype(dtype, copy=False)
-  if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-    with jax.set_mesh(leaf.sharding.mesh):
-      return np.asarray(jax.block_until_ready(_gather(leaf, layer, dtype=dtype)))
-  out = np.empty(leaf.shape if layer is None else leaf.shape[1:], leaf.dtype if dtype is None else dtype)
-  shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-  for shard in shards or leaf.addressable_shards[:1]:  # replicated over hosts, the first of which has replica 0
-    place = out[shard.index if layer is None else shard.index[1:]]
-    for start, block in _blocks(shard.data, layer):
-      place[start : start + len(block)] = block
-  return out
+
+  def __init__(self, dtype: np.dtype | None = None, *, wanted: bool = True):
+    self._dtype, self._wanted = dtype, wanted
+    self._leaf, self._parts = None, []
+
+  def take(self, leaf, layer: int | None) -> np.ndarray | None:
+    """`leaf[layer]`, or with layer None the leaf, as a numpy array."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+      with jax.set_mesh(leaf.sharding.mesh):
+        array = jax.block_until_ready(_gather(leaf, layer, dtype=self._dtype))
+      return np.asarray(array) if self._wanted else None
+    if not self._wanted:
+      return None
+    if isinstance(leaf, jax.Array):
+      array = self._joined(leaf, layer)
+    else:
+      array = np.asarray(leaf if layer is None else leaf[layer])
+    return array if self._dtype is None else array.astype(self._dtype, copy=False)
+
+  def _joined(self, leaf, layer):
+    if self._leaf is not leaf:
+      self._leaf, self._parts = None, []  # not two at a time
+      shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+      shards = shards or leaf.addressable_shards[:1]  # replicated over hosts, the first of which has replica 0
+      self._leaf, self._parts = leaf, [(shard.index, _fetched(shard.data)) for shard in shards]
+    if layer is None:
+      parts, shape = self._parts, leaf.shape
+    else:
+      spans = [(index, index[0].indices(leaf.shape[0])[:2], part) for index, part in self._parts]
+      parts = [(index[1:], part[layer - start]) for index, (start, stop), part in spans if start <= layer < stop]
+      shape = leaf.shape[1:]
+    if len(parts) == 1:
+      return parts[0][1]
+    out = np.empty(shape, leaf.dtype if self._dtype is None else self._dtype)
+    for index, part in parts:
+      out[index] = part
+    return out
+
+
+def _fetched(array: jax.Array) -> np.ndarray:
+  """An array of one device as numpy's. jax keeps a copy with the array that was asked: that is another name of it."""
+  return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array]))
 
 
 def read_directly(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.dtype) -> jax.Array:
@@ -170,23 +201,6 @@ def _aligned(shape, dtype) -> np.ndarray:
   raw = np.empty(size + ALIGNMENT, np.uint8)
   start = -raw.ctypes.data % ALIGNMENT
   return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _blocks(array: jax.Array, layer: int | None):
-  """(first row, rows) of an array of one device, or of a layer of it, whatever mesh the caller has set.
-
-  Each block is an array of its own: numpy's copy of an array stays with the array, and these go.
-  """
-  with jax.set_mesh(_mesh_of(*array.devices())):
-    array = array if layer is None else array[layer]
-    step = max(BLOCK // (math.prod(array.shape[1:]) * array.dtype.itemsize), 1)
-    for start in range(0, len(array), step):
-      yield start, np.asarray(jax.lax.dynamic_slice_in_dim(array, start, min(step, len(array) - start)))
-
-
-@functools.cache
-def _mesh_of(device) -> Mesh:
-  return sharding.make_mesh(devices=[device])
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
