@@ -144,29 +144,33 @@ def read_once(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.
   layers, *own = spec if leaf.layered else (None, *spec)
   first, second = (row.num_inner, 0) if row.linear else (0, len(own) - 1)
   rows, columns = own[first], own[second] if second != first and not row.flat else None
-  used = [*_axes(rows), *_axes(columns)]
-  # The target's axes lead, so that rows move within groups of devices only.
-  dealt = used + [axis for axis in mesh.axis_names if axis not in (*used, *_axes(layers))]
-  shape = (len(leaf.names), *leaf.matrix)
-  while shape[1] % math.prod(mesh.shape[axis] for axis in dealt):
-    dealt.pop()
+  # [layers, parts of the rows that `target` keeps apart, rows of a part, columns]: a part is dealt out to those who
+  # share it, with rows that count for nothing at its end where it does not divide.
+  dealt = [*_axes(columns), *(a for a in mesh.axis_names if a not in _axes(layers) + _axes(rows) + _axes(columns))]
+  parts, holders = (math.prod(mesh.shape[axis] for axis in axes) for axes in (_axes(rows), dealt))
+  size = leaf.matrix[0] // parts
+  shape = (len(leaf.names), parts, -(-size // holders) * holders, leaf.matrix[1])
+
+  def locate(place, buffer):
+    (part, _), (start, stop), own_columns = place
+    start, stop = min(start, size), min(stop, size)
+    return (part * size + start, part * size + stop), own_columns, buffer[0, : stop - start]
+
   kind = np.result_type(*{source.dtypes[name] for name in leaf.names})  # is exchanged as it is stored
-  by_rows = NamedSharding(mesh, P(layers, tuple(dealt) or None, None))
-  staged = _filled(source, leaf.names, shape, by_rows, kind, lambda part, buffer: (*part, buffer), stacked=True)
-  arrange = functools.partial(_arranged, linear=row.linear, shape=target.shard_shape(leaf.shape), dtype=dtype)
+  by_rows = NamedSharding(mesh, P(layers, rows, tuple(dealt), None))
+  staged = _filled(source, leaf.names, shape, by_rows, kind, locate, stacked=True)
+
+  def arrange(matrices):
+    matrices = matrices[:, 0, :size]
+    return (matrices.swapaxes(1, 2) if row.linear else matrices).reshape(target.shard_shape(leaf.shape)).astype(dtype)
 
   @jax.jit
   def exchange(staged):
-    stored = P(layers, rows, columns)
+    stored = P(layers, rows, None, columns)
     return jax.shard_map(arrange, in_specs=stored, out_specs=target.spec)(jax.sharding.reshard(staged, stored))
 
   with jax.set_mesh(mesh):
     return jax.block_until_ready(exchange(staged))
-
-
-def _arranged(matrices, *, linear, shape, dtype):
-  """[layers, rows, columns] of the checkpoint as our shard of this shape."""
-  return (matrices.swapaxes(1, 2) if linear else matrices).reshape(shape).astype(dtype)
 
 
 def _filled(source, names, shape, target: NamedSharding, dtype, locate, *, stacked: bool) -> jax.Array:
