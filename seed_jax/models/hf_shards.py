@@ -134,7 +134,7 @@ def read_directly(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype:
 
 def read_once(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.dtype) -> jax.Array:
   """A leaf under `target`, of which the whole job reads each row once: the rows are dealt out to all devices of the
-  mesh, which then exchange what belongs elsewhere. A device needs room for its part of the rows beside its shard.
+  mesh, which then exchange what belongs elsewhere. A device needs room for its shard about three times meanwhile.
 
   Most of a checkpoint's matrices have our sharded axis D in their columns: read directly, every host would read nearly
   every row of the checkpoint, and keep its columns.
@@ -146,7 +146,9 @@ def read_once(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.
   rows, columns = own[first], own[second] if second != first and not row.flat else None
   # [layers, parts of the rows that `target` keeps apart, rows of a part, columns]: a part is dealt out to those who
   # share it, with rows that count for nothing at its end where it does not divide.
-  dealt = [*_axes(columns), *(a for a in mesh.axis_names if a not in _axes(layers) + _axes(rows) + _axes(columns))]
+  used = (*_axes(layers), *_axes(rows), *_axes(columns))
+  others = tuple(axis for axis in mesh.axis_names if axis not in used)
+  dealt = (*_axes(columns), *others)
   parts, holders = (math.prod(mesh.shape[axis] for axis in axes) for axes in (_axes(rows), dealt))
   size = leaf.matrix[0] // parts
   shape = (len(leaf.names), parts, -(-size // holders) * holders, leaf.matrix[1])
@@ -157,20 +159,20 @@ def read_once(source: Safetensors, leaf: Leaf, target: NamedSharding, dtype: np.
     return (part * size + start, part * size + stop), own_columns, buffer[0, : stop - start]
 
   kind = np.result_type(*{source.dtypes[name] for name in leaf.names})  # is exchanged as it is stored
-  by_rows = NamedSharding(mesh, P(layers, rows, tuple(dealt), None))
+  by_rows = NamedSharding(mesh, P(layers, rows, dealt, None))
   staged = _filled(source, leaf.names, shape, by_rows, kind, locate, stacked=True)
 
-  def arrange(matrices):
+  # Step by step, for a partitioner that is told the two shardings alone may make the leaf whole on every device.
+  def exchange(matrices):
+    matrices = jax.lax.all_gather(matrices, others, axis=2, tiled=True) if others else matrices
+    if columns is not None:
+      matrices = jax.lax.all_to_all(matrices, _axes(columns), split_axis=3, concat_axis=2, tiled=True)
     matrices = matrices[:, 0, :size]
     return (matrices.swapaxes(1, 2) if row.linear else matrices).reshape(target.shard_shape(leaf.shape)).astype(dtype)
 
-  @jax.jit
-  def exchange(staged):
-    stored = P(layers, rows, None, columns)
-    return jax.shard_map(arrange, in_specs=stored, out_specs=target.spec)(jax.sharding.reshard(staged, stored))
-
   with jax.set_mesh(mesh):
-    return jax.block_until_ready(exchange(staged))
+    exchange = jax.shard_map(exchange, in_specs=by_rows.spec, out_specs=target.spec, check_vma=False)
+    return jax.block_until_ready(jax.jit(exchange)(staged))
 
 
 def _filled(source, names, shape, target: NamedSharding, dtype, locate, *, stacked: bool) -> jax.Array:
