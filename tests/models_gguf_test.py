@@ -8,6 +8,7 @@ import pytest
 from model_cases import random_params
 from safetensors.numpy import load_file
 
+from seed_jax import sharding
 from seed_jax.models import gguf_file, hf, hf_names
 from seed_jax.models.config import ModelConfig
 
@@ -111,6 +112,15 @@ def test_a_gguf_file_of_something_else_is_refused(tmp_path, change, message):
   path = write_gguf(tmp_path / "tiny.gguf", TIED, random_params(TIED), change=change)
   with pytest.raises(ValueError, match=message):
     hf.load(path)
+
+
+def test_a_file_goes_onto_a_mesh_by_way_of_the_host(tmp_path):
+  path, mesh = write_gguf(tmp_path / "tiny.gguf", TIED, random_params(TIED)), sharding.make_mesh(1, 4, 1)
+  config, placed = hf.load_sharded(path, mesh)
+  again, params = hf.load(path)
+  assert config == again == hf.read_config(path)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(placed), params)
+  assert placed["layers"]["q"].sharding.mesh == mesh
 
 
 def test_a_remote_file_is_copied(tmp_path, monkeypatch):
