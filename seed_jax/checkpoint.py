@@ -136,3 +136,14 @@ def same(a: Any, b: Any) -> bool:
   return len(left) == len(right) and all(
     np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True) for x, y in zip(left, right, strict=True)
   )
+
+
+def check(checkpoints: Checkpoints, step: int) -> None:
+  """Raises CheckpointError where a checkpoint is missing or its files are not what they were when it was written."""
+  if step not in checkpoints.steps():
+    raise CheckpointError(
+      f"there is no checkpoint {step} in {checkpoints.directory}; there are {checkpoints.steps() or 'none'}"
+    )
+  fault = checkpoints._fault(step)
+  if fault is not None:
+    raise CheckpointError(f"checkpoint {step} in {checkpoints.directory} is damaged ({fault}); choose another step")

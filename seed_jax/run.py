@@ -86,9 +86,9 @@ class Run(Workdir):
     return text.load_tokenizer(str(self.policy_path("base")), **self.config.model.tokenizer_options.to_dict())
 
   def load_policy(self, name: str) -> tuple[ModelConfig, dict]:
-    """A policy's shape and its parameters on the mesh."""
-    config, params = hf.load(str(self.policy_path(name)))
-    return self.runtime(config), sharding.put_params(params, self.mesh)
+    """A policy's shape and its parameters on the mesh; a host reads no more than its share into memory."""
+    config, params = hf.load_sharded(str(self.policy_path(name)), self.mesh)
+    return self.runtime(config), params
 
   def runtime(self, config: ModelConfig) -> ModelConfig:
     """A model's shape with this run's compute settings."""

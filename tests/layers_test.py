@@ -14,16 +14,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORDER = """
   ground: advantages token_losses step_advantages replay relatives sequences loss_terms losses method methods
   ground: sharding ops flash_decode attention
-  models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
+  models: models.config models.decoder models.vision models.hf_names models.gguf_file
+  models: models.hf_files models.hf_shards models.hf
   inference: decode requests slots engine score
   records: progress metrics intervals across_seeds records
-  learning: optimizer update checkpoint
+  learning: optimizer update checkpoint checkpoint_params
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources credit batching learn rollout
   measures: propositions instruments
   programs: workdir run reward_model regrade replay_buffer supervised curve base collect annotate library_stage
   programs: skill_branch sft train mechanism evaluate
-  programs: charts page skill_report report compare_results compare_page compare preflight main
+  programs: charts page skill_report report compare_results compare_page compare preflight main convert
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()

@@ -8,6 +8,7 @@ import pytest
 from model_cases import random_params
 from safetensors.numpy import load_file
 
+from seed_jax import sharding
 from seed_jax.models import gguf_file, hf, hf_names
 from seed_jax.models.config import ModelConfig
 
@@ -42,7 +43,7 @@ def write_gguf(path, config, params, *, arch=None, quantise=False, change=None):
       (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
   for row, layer in hf_names.rows_with_layers(config):
     array = params[row.leaf] if layer is None else params["layers"][row.leaf][layer]
-    tensor = hf_names.tensor_of(row, array, config)
+    tensor = hf_names.file_matrix(row, array).reshape(row.file_shape(config))
     if arch == "llama" and row.leaf in ("q", "k"):
       # Rows of a head: first half, second half -> pairs.
       heads = config.num_heads if row.leaf == "q" else config.num_kv_heads
@@ -111,6 +112,15 @@ def test_a_gguf_file_of_something_else_is_refused(tmp_path, change, message):
   path = write_gguf(tmp_path / "tiny.gguf", TIED, random_params(TIED), change=change)
   with pytest.raises(ValueError, match=message):
     hf.load(path)
+
+
+def test_a_file_goes_onto_a_mesh_by_way_of_the_host(tmp_path):
+  path, mesh = write_gguf(tmp_path / "tiny.gguf", TIED, random_params(TIED)), sharding.make_mesh(1, 4, 1)
+  config, placed = hf.load_sharded(path, mesh)
+  again, params = hf.load(path)
+  assert config == again == hf.read_config(path)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(placed), params)
+  assert placed["layers"]["q"].sharding.mesh == mesh
 
 
 def test_a_remote_file_is_copied(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import fake_store
 import jax
 import numpy as np
 import pytest
@@ -23,6 +24,11 @@ def saved(tmp_path):
   params = random_params(TIED)
   hf.save(tmp_path / "model", TIED, params)
   return tmp_path / "model", params
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+  return fake_store.install(tmp_path, monkeypatch)
 
 
 def test_parameters_of_another_shape_are_not_saved(tmp_path):
@@ -85,55 +91,93 @@ def test_a_failed_rename_brings_the_old_model_back(saved, tmp_path, monkeypatch)
 PROCESS = """
 import sys
 import jax
-import numpy as np
 from seed_jax import sharding
-from seed_jax.models import hf
+from seed_jax.models import hf, hf_files
 rank, port, source, target = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
-config, params = hf.load(source)
-mesh = sharding.make_mesh(1, 4, 1)
-specs = sharding.param_specs(params)
-place = lambda x, spec: jax.make_array_from_callback(x.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: x[i])
-placed = jax.tree.map(place, params, specs)
+leave = hf_files.Safetensors.__exit__
+def leaving(source, *error):
+  print("bytes read", source.bytes_read)
+  leave(source, *error)
+hf_files.Safetensors.__exit__ = leaving
+config, placed = hf.load_sharded(source, sharding.make_mesh(1, 4, 1))
 assert not placed["layers"]["q"].is_fully_addressable
 hf.save(target, config, placed, max_shard_bytes=5000)
-hf.load(target)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_write_one_model(saved, tmp_path):
-  directory, params = saved
+def test_two_processes_read_each_byte_once_and_write_one_model(tmp_path):
+  params = random_params(TIED)
+  hf.save(tmp_path / "model", TIED, params)
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   root = pathlib.Path(hf.__file__).parents[2]
-  environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
   running = [
     subprocess.Popen(
-      [sys.executable, "-c", PROCESS, str(rank), str(port), str(directory), str(tmp_path / "theirs")], env=environment
+      [sys.executable, "-c", PROCESS, str(rank), str(port), str(tmp_path / "model"), str(tmp_path / "theirs")],
+      env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+      stdout=subprocess.PIPE,
+      text=True,
     )
     for rank in range(2)
   ]
   try:
-    assert [process.wait(timeout=240) for process in running] == [0, 0]
+    told = [process.communicate(timeout=600)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
   finally:
     for process in running:
       process.kill()
+  read = [int(line.split()[-1]) for lines in told for line in lines.splitlines() if "bytes read" in line]
+  # 37 rows of the embedding are ten for each of four devices but seven for the last.
+  assert sum(read) == sum(leaf.nbytes for leaf in jax.tree.leaves(params)) and read[0] - read[1] == 3 * 24 * 4
   jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "theirs")[1], params)
   assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "theirs"]
 
 
-def test_a_remote_directory_is_copied(saved, tmp_path, monkeypatch):
-  from etils import epath
-
-  store, real = tmp_path / "store", epath.Path
-  monkeypatch.setattr(epath, "Path", lambda path: real(str(path).replace("gs://bucket", str(store))))
+def test_a_store_is_written_and_read_in_place(bucket):
   params = random_params(TIED, seed=2)
-  for _ in range(2):  # the second time it is there already
-    hf.save("gs://bucket/policy/final", TIED, params)
+  hf.save("gs://bucket/policy/final", TIED, params, max_shard_bytes=5000)
+  hf.save("gs://bucket/policy/final", TIED, params)  # the second time it is there already
+  written = ["config.json", "generation_config.json", "model.safetensors"]
+  assert sorted(file.name for file in (bucket / "policy" / "final").iterdir()) == written
   jax.tree.map(np.testing.assert_array_equal, hf.load("gs://bucket/policy/final")[1], params)
+  jax.tree.map(np.testing.assert_array_equal, hf.load(bucket / "policy" / "final")[1], params)
   with pytest.raises(FileNotFoundError, match="no such model: gs://bucket/policy/first"):
     hf.load("gs://bucket/policy/first")
+
+
+def test_a_failed_save_to_a_store_leaves_no_model(bucket):
+  params = random_params(TIED)
+  hf.save("gs://bucket/model", TIED, params)
+
+  class Broken:
+    stop_ids = (1,)
+
+    def save(self, directory):
+      raise OSError("quota")
+
+  with pytest.raises(OSError, match="quota"):
+    hf.save("gs://bucket/model", TIED, params, tokenizer=Broken())
+  with pytest.raises(FileNotFoundError, match="gs://bucket/model has no config.json"):
+    hf.load("gs://bucket/model")
+  (bucket / "photos").mkdir()
+  (bucket / "photos" / "one.jpg").write_text("x")
+  with pytest.raises(ValueError, match="gs://bucket/photos exists and is not a model directory"):
+    hf.save("gs://bucket/photos", TIED, params)
+
+
+def test_a_tokenizer_goes_to_a_store(bucket):
+  class Files:
+    stop_ids = (5, 7)
+
+    def save(self, directory):
+      (directory / "tokenizer.json").write_text("{}")
+
+  hf.save("gs://bucket/model", TIED, random_params(TIED), tokenizer=Files())
+  assert (bucket / "model" / "tokenizer.json").read_text() == "{}"
+  with hf.local_copy("gs://bucket/model") as local:
+    assert sorted(file.name for file in local.iterdir()) == ["config.json", "generation_config.json", "tokenizer.json"]

@@ -1,30 +1,29 @@
 """Weights: a Hugging Face directory or a GGUF file -> our tree; our tree -> a directory that `transformers` loads.
 
 Only safetensors and GGUF are read: both are data, where a pickle would be a program. `hf_names.py` has the rename
-table.
+table, `hf_files.py` the files, `hf_shards.py` the way between tensors and the shards of our arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
-import shutil
 import tempfile
-import uuid
+from collections.abc import Callable, Iterator
 
 import jax
-import ml_dtypes  # noqa: F401  gives numpy the name "bfloat16"
 import numpy as np
+from etils import epath
+from jax.sharding import Mesh
 
+from seed_jax import sharding
 from seed_jax.models import config as model_config
-from seed_jax.models import gguf_file, hf_names
+from seed_jax.models import gguf_file, hf_files, hf_names, hf_shards
 from seed_jax.models.config import ModelConfig
+from seed_jax.models.hf_files import INDEX, SINGLE, local_copy  # noqa: F401  (re-exported)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 HARMLESS = (".rotary_emb.inv_freq",)  # recomputed from rope_theta; old exports still carry it
 
 
@@ -32,25 +31,44 @@ def load(path, *, dtype=np.float32) -> tuple[ModelConfig, dict]:
   """Reads a checkpoint into `(config, params)`: numpy arrays of `dtype` (so is `config.dtype`), stacked over layers.
 
   `path` is a HF directory (`config.json` with `model.safetensors`, or with shards and their index), a `.gguf` file,
-  or a directory with one. `gs://` works too (copied to a temporary directory first). Nothing is guessed: every tensor
-  of the checkpoint must have its place and its exact shape, and none may be missing.
+  or a directory with one; `gs://` works too. Nothing is guessed: every tensor of the checkpoint must have its place and
+  its exact shape, and none may be missing.
 
   Raises:
     FileNotFoundError: no such path, or no weights in it.
     ValueError: an unsupported architecture or option, a tensor too many, too few, or of another shape, a damaged file.
   """
-  with local_copy(path) as local:
-    found = find_gguf(local)
-    if found:
-      source, name_of, ignored = gguf_file.GGUFFile(found), hf_names.gguf_name, set()
-      config = source.config
-    else:
-      config = _read_config(local)
-      source, name_of = _Safetensors(local), hf_names.hf_name
-      ignored = {name for name in source.shapes if name.endswith(HARMLESS)} | _drop_tied_head(config, source)
-    hf_names.check(config, source, name_of, ignored=ignored)
-    dtype = np.dtype(dtype)
+  dtype = np.dtype(dtype)
+  with _opened(path) as (config, source, name_of):
     return dataclasses.replace(config, dtype=dtype.name), hf_names.assemble(config, source, name_of, dtype)
+
+
+def load_sharded(path, mesh: Mesh, *, dtype=np.float32) -> tuple[ModelConfig, dict]:
+  """Like `load`, but the parameters lie on `mesh` under `sharding.param_specs`, and no host holds more than its share.
+
+  Peak memory of a host: with CPU devices its share and a few blocks of 16 MiB, with accelerators its share of the
+  largest leaf. Every process of the mesh must call it. With `dtype` None each parameter keeps the checkpoint's dtype.
+  GGUF is dequantised whole on every host.
+
+  Raises what `load` raises, and ValueError where a dimension does not divide over its mesh axes.
+  """
+  dtype = None if dtype is None else np.dtype(dtype)
+  with _opened(path) as (config, source, name_of):
+    if isinstance(source, hf_files.Safetensors):
+      params = hf_shards.read(source, config, mesh, dtype)
+    else:
+      params = sharding.put_params(hf_names.assemble(config, source, name_of, dtype or np.dtype(np.float32)), mesh)
+  return dataclasses.replace(config, dtype=params["embed"].dtype.name), params
+
+
+def read_config(path) -> ModelConfig:
+  """The sizes of the model at `path`, of which no weights are read. Raises what `load` raises for its configuration."""
+  place = epath.Path(path)
+  found = find_gguf(place)
+  if found is None:
+    return _read_config(place)
+  with local_copy(found) as local:
+    return gguf_file.GGUFFile(local).config
 
 
 def save(
@@ -59,7 +77,9 @@ def save(
   """Writes a directory that `transformers.AutoModelForCausalLM` loads with no key missing and none unexpected.
 
   The directory appears as a whole: it is written beside `path` under another name and renamed, replacing an earlier
-  export. In a run of several processes all of them call it (arrays are gathered leaf by leaf) and process 0 writes.
+  export (an object store has no such name: there config.json is written last). One tensor of the checkpoint at a time
+  is made on the host, from its own shards of one leaf, and goes straight to its file. In a run of several processes all
+  of them call it: each tensor is gathered, for which every device needs room, and process 0 writes.
 
   Args:
     path: the directory to make, or `gs://...`; an existing one is replaced only if it holds a `config.json` or nothing.
@@ -73,24 +93,38 @@ def save(
     ValueError: `params` is not the tree of `config`, or `path` is a directory of something else.
   """
   hf_names.check_params(config, params)
+  dtype = None if dtype is None else np.dtype(dtype)
   writes = jax.process_index() == 0
-  with _replacing(path) if writes else contextlib.nullcontext() as directory:
-    _write_weights(directory, config, params, None if dtype is None else np.dtype(dtype), max_shard_bytes)
+  with hf_files.replacing(path) if writes else contextlib.nullcontext() as directory:
+    _write_weights(directory, config, params, dtype, max_shard_bytes)
     if writes:
-      head = params["embed"].dtype if dtype is None else np.dtype(dtype)
-      _write_json(directory / "config.json", model_config.to_hf(config) | {"torch_dtype": head.name})
-      stops = config.eos_id if tokenizer is None else list(tokenizer.stop_ids)
-      ids = {"bos_token_id": config.bos_id, "eos_token_id": stops, "pad_token_id": config.pad_id}
-      _write_json(directory / "generation_config.json", {key: token for key, token in ids.items() if token is not None})
-      if tokenizer is not None:
-        tokenizer.save(directory)
+      save_description(directory, config, dtype or params["embed"].dtype, tokenizer=tokenizer)
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 
     multihost_utils.sync_global_devices("hf.save")
 
 
-def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
+def save_description(directory, config: ModelConfig, dtype, *, tokenizer=None) -> None:
+  """Writes all of a model's directory but its weights, which have `dtype`: tokenizer, generation_config.json and, last,
+  config.json.
+  """
+  directory = epath.Path(directory)
+  if tokenizer is not None:
+    with contextlib.nullcontext(directory) if "://" not in str(directory) else tempfile.TemporaryDirectory() as place:
+      tokenizer.save(pathlib.Path(place))
+      if "://" in str(directory):
+        for file in sorted(pathlib.Path(place).iterdir()):
+          epath.Path(file).copy(directory / file.name, overwrite=True)
+  stops = config.eos_id if tokenizer is None else list(tokenizer.stop_ids)
+  ids = {"bos_token_id": config.bos_id, "eos_token_id": stops, "pad_token_id": config.pad_id}
+  known = {key: token for key, token in ids.items() if token is not None}
+  hf_files.write_json(directory / "generation_config.json", known)
+  values = model_config.to_hf(config) | {"torch_dtype": np.dtype(dtype).name}
+  hf_files.write_json(directory / "config.json", values)
+
+
+def find_gguf(path):
   """The GGUF file that `path` means, or None where it is a HF directory; FileNotFoundError where there is nothing."""
   if not path.exists():
     raise FileNotFoundError(f"no such model: {path}")
@@ -106,60 +140,29 @@ def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
   return files[0]
 
 
-class _Safetensors:
-  """The tensors of one file or of an index of shards; a file is mapped, and a tensor is read when it is asked for."""
-
-  def __init__(self, directory: pathlib.Path):
-    from safetensors import SafetensorError, safe_open
-
-    self.where = str(directory)
-    index, single = directory / INDEX, directory / SINGLE
-    if index.exists():
-      placed = _read_json(index).get("weight_map")
-      if not isinstance(placed, dict) or not all(isinstance(file, str) and "/" not in file for file in placed.values()):
-        raise ValueError(f"{index} has no weight_map of tensor names to file names beside it")
-    elif single.exists():
-      placed = None
-    else:
-      pickles = ", ".join(sorted(file.name for file in directory.glob("*.bin")))
-      hint = f"; {pickles} is a pickle and is not read: convert it to safetensors" if pickles else ""
-      raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}{hint}")
-    names = [SINGLE] if placed is None else sorted(set(placed.values()))
-    self._files, self.shapes = {}, {}
-    for name in names:
-      if not (directory / name).exists():
-        raise FileNotFoundError(f"{index} names {name}, which is not there")
-      try:
-        file = safe_open(directory / name, framework="numpy")
-      except (SafetensorError, OSError) as error:
-        raise ValueError(f"{directory / name} is not a readable safetensors file: {error}") from error
-      for key in file.keys():
-        if key in self._files:
-          raise ValueError(f"{directory}: tensor {key} is in {name} and in another shard too")
-        self._files[key] = file
-        self.shapes[key] = tuple(file.get_slice(key).get_shape())
-    lost = sorted(set(placed or ()) - set(self._files))
-    if lost:
-      raise ValueError(f"{index} names {len(lost)} tensors that its files do not hold, such as {lost[0]}")
-
-  def read(self, name: str) -> np.ndarray:
-    return self._files[name].get_tensor(name)
-
-  def same(self, one: str, other: str) -> bool:
-    """Whether two tensors are equal, compared a block of rows at a time."""
-    if self.shapes[one] != self.shapes[other]:
-      return False
-    left, right = self._files[one].get_slice(one), self._files[other].get_slice(other)
-    rows, step = self.shapes[one][0], 8192
-    blocks = (slice(i, min(i + step, rows)) for i in range(0, rows, step))  # a slice here may not reach past the end
-    return all(np.array_equal(left[block], right[block]) for block in blocks)
+@contextlib.contextmanager
+def _opened(path) -> Iterator[tuple[ModelConfig, hf_names.Source, Callable[..., str]]]:
+  """(config, source, names) of the checkpoint at `path`, of which every tensor is known to have its place."""
+  place = epath.Path(path)
+  found = find_gguf(place)
+  if found is not None:
+    with local_copy(found) as local:
+      source = gguf_file.GGUFFile(local)
+      hf_names.check(source.config, source, hf_names.gguf_name)
+      yield source.config, source, hf_names.gguf_name
+    return
+  config = _read_config(place)
+  with hf_files.Safetensors(place) as source:
+    ignored = {name for name in source.shapes if name.endswith(HARMLESS)} | _drop_tied_head(config, source)
+    hf_names.check(config, source, hf_names.hf_name, ignored=ignored)
+    yield config, source, hf_names.hf_name
 
 
-def _read_config(directory: pathlib.Path) -> ModelConfig:
+def _read_config(directory: epath.Path) -> ModelConfig:
   path = directory / "config.json"
   if not path.exists():
     raise FileNotFoundError(f"{directory} has no config.json; a model is a Hugging Face directory or a .gguf file")
-  values = _read_json(path)
+  values = hf_files.read_json(path)
   if values.get("quantization_config"):
     raise ValueError(
       f"{path}: quantised Hugging Face checkpoints are not supported; use the original weights or a GGUF file"
@@ -172,7 +175,7 @@ def _read_config(directory: pathlib.Path) -> ModelConfig:
     raise ValueError(f"{path}: {error}") from error
 
 
-def _drop_tied_head(config: ModelConfig, source: _Safetensors) -> set[str]:
+def _drop_tied_head(config: ModelConfig, source: hf_files.Safetensors) -> set[str]:
   """A tied model may still carry its head: it must be the embedding itself, and then it is dropped."""
   head, embed = (row.hf for row in (hf_names.TOP[2], hf_names.TOP[0]))
   if not config.tie_embeddings or head not in source.shapes:
@@ -185,117 +188,37 @@ def _drop_tied_head(config: ModelConfig, source: _Safetensors) -> set[str]:
 
 
 def _write_weights(directory, config: ModelConfig, params: dict, dtype, max_shard_bytes: int) -> None:
-  """Shards in the order of the table: each stacked leaf is gathered once, and only one is held besides a shard."""
-  from safetensors.numpy import save_file
+  """Numbered files in the order of the table; every process brings each tensor to its host, the one with a `directory`
+  writes it.
+  """
 
   def leaf_of(row, layer):
     return params[row.leaf] if layer is None else params["layers"][row.leaf]
 
-  shards, sizes, total = [[]], [0], 0
+  shards, sizes = [[]], [0]
   for row, layer in hf_names.rows_with_layers(config):
-    nbytes = math.prod(row.shape(config)) * (leaf_of(row, layer).dtype if dtype is None else dtype).itemsize
+    kind = np.dtype(leaf_of(row, layer).dtype) if dtype is None else dtype
+    nbytes = math.prod(row.shape(config)) * kind.itemsize
     if shards[-1] and sizes[-1] + nbytes > max_shard_bytes:
       shards.append([])
       sizes.append(0)
-    shards[-1].append((row, layer))
+    shards[-1].append((row, layer, kind))
     sizes[-1] += nbytes
-    total += nbytes
   names = (
     [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
   )
-  placed, gathered, held = {}, None, None
+  placed, host = {}, hf_shards.OnHost(dtype, wanted=directory is not None)
   for name, shard in zip(names, shards, strict=True):
-    tensors = {}
-    for row, layer in shard:
-      if gathered is not row:
-        gathered, held = row, _on_host(leaf_of(row, layer))
-      key = hf_names.hf_name(row, layer)
-      placed[key] = name
-      if directory is not None:
-        array = held if layer is None else held[layer]
-        tensors[key] = hf_names.tensor_of(row, array if dtype is None else array.astype(dtype), config)
-    if directory is not None:
-      save_file(tensors, directory / name, metadata={"format": "pt"})
+    shard.sort(key=lambda item: -item[2].itemsize)  # every tensor begins at a multiple of its item size
+    tensors = {hf_names.hf_name(row, layer): (kind, row.file_shape(config)) for row, layer, kind in shard}
+    placed |= dict.fromkeys(tensors, name)
+    with (
+      contextlib.nullcontext() if directory is None else hf_files.Writer(epath.Path(directory / name), tensors) as file
+    ):
+      for row, layer, _ in shard:
+        array = host.take(leaf_of(row, layer), layer)
+        if file is not None:
+          file.write(hf_names.file_matrix(row, array))
+        del array  # before the next one comes
   if directory is not None and len(names) > 1:
-    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
-
-
-def _on_host(array) -> np.ndarray:
-  if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(array, tiled=True)
-  return np.asarray(array)
-
-
-@contextlib.contextmanager
-def local_copy(path):
-  """`path` itself, or a temporary copy of a remote directory or file."""
-  if "://" not in str(path):
-    yield pathlib.Path(path)
-    return
-  from etils import epath
-
-  remote = epath.Path(path)
-  if not remote.exists():
-    raise FileNotFoundError(f"no such model: {path}")
-  with tempfile.TemporaryDirectory() as temporary:
-    local = pathlib.Path(temporary, remote.name)
-    if remote.is_dir():
-      local.mkdir()
-      for file in remote.iterdir():
-        if file.is_file():
-          file.copy(local / file.name)
-    else:
-      remote.copy(local)
-    yield local
-
-
-@contextlib.contextmanager
-def _replacing(path):
-  """A directory to fill, which then takes the place of `path`; on an error it goes, and the old one is untouched."""
-  if "://" in str(path):
-    from etils import epath
-
-    with tempfile.TemporaryDirectory() as temporary:
-      yield pathlib.Path(temporary)
-      remote = epath.Path(path)
-      remote.mkdir(parents=True, exist_ok=True)
-      # A store has no rename of directories: config.json goes last, and a reader without it finds no model.
-      for file in sorted(pathlib.Path(temporary).iterdir(), key=lambda file: file.name == "config.json"):
-        epath.Path(file).copy(remote / file.name, overwrite=True)
-    return
-  path = pathlib.Path(path).absolute()
-  if path.exists() and not (path.is_dir() and ((path / "config.json").exists() or not any(path.iterdir()))):
-    raise ValueError(f"{path} exists and is not a model directory; choose another path or remove it")
-  path.parent.mkdir(parents=True, exist_ok=True)
-  fresh, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex[:8]}") for kind in ("new", "old"))
-  fresh.mkdir()
-  try:
-    yield fresh
-    if path.exists():
-      path.rename(old)
-    try:
-      fresh.rename(path)
-    except OSError:
-      if old.exists():
-        old.rename(path)
-      raise
-  finally:
-    shutil.rmtree(fresh, ignore_errors=True)
-    if path.exists():
-      shutil.rmtree(old, ignore_errors=True)
-
-
-def _read_json(path: pathlib.Path) -> dict:
-  try:
-    values = json.loads(path.read_text("utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{path} is not valid JSON: {error}") from error
-  if not isinstance(values, dict):
-    raise ValueError(f"{path} holds a {type(values).__name__}, not an object")
-  return values
-
-
-def _write_json(path: pathlib.Path, values: dict) -> None:
-  path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
+    hf_files.write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": placed})

@@ -3,7 +3,7 @@
 Shape legend: D model, N query heads, K key/value heads, H head size, F feed-forward, V vocabulary, L layers.
 
 A checkpoint keeps one tensor per layer and linear maps as `[out, in]`; ours are stacked over L and read `[in...,
-out...]`, so that einsum strings name the axes. `assemble` goes one way and `tensor_of` the other; both are driven by
+out...]`, so that einsum strings name the axes. `assemble` goes one way and `file_matrix` the other; both are driven by
 the same rows.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +38,11 @@ class Row:
   @property
   def linear(self) -> bool:
     return " " in self.axes
+
+  @property
+  def num_inner(self) -> int:
+    """Of a linear map: how many of our axes it reads from (the checkpoint's columns); the others it writes to."""
+    return len(self.axes.partition(" ")[0])
 
   def shape(self, config: ModelConfig) -> tuple[int, ...]:
     """Our shape, without the stacked L."""
@@ -119,7 +124,7 @@ def gguf_name(row: Row, layer: int | None = None) -> str:
 
 
 def rows_with_layers(config: ModelConfig) -> list[tuple[Row, int | None]]:
-  """Every tensor of a checkpoint, leaf by leaf (so that a stacked leaf is gathered once when it is written)."""
+  """Every tensor of a checkpoint, leaf by leaf."""
   rows: list[tuple[Row, int | None]] = [(row, None) for row in top_rows(config)]
   return rows + [(row, layer) for row in layer_rows(config) for layer in range(config.num_layers)]
 
@@ -159,12 +164,32 @@ def assemble(config: ModelConfig, source: Source, name_of: Callable[..., str], d
   return {**params, "layers": layers}
 
 
-def tensor_of(row: Row, array: np.ndarray, config: ModelConfig) -> np.ndarray:
-  """Our array of one layer (or of the top) -> the checkpoint's layout, contiguous."""
+def file_matrix(row: Row, array: np.ndarray) -> np.ndarray:
+  """Our array of one layer (or of the top), or a part of it, as the checkpoint's matrix [rows, columns]: a view where
+  `array` is contiguous. A vector of the checkpoint is [n, 1].
+  """
   if row.linear:
-    outer, inner = row.file_shape(config)
-    return np.ascontiguousarray(array.reshape(inner, outer).T)
-  return np.ascontiguousarray(array.reshape(row.file_shape(config)))
+    return array.reshape(math.prod(array.shape[: row.num_inner]), -1).T
+  return array.reshape(array.shape[0], -1) if len(row.axes) > 1 and not row.flat else array.reshape(-1, 1)
+
+
+def file_part(row: Row, index: Sequence[tuple[int, int]], config: ModelConfig) -> tuple[tuple, tuple]:
+  """Rows (start, stop) and columns (start, stop) of that matrix which our part `index`, (start, stop) an axis, takes.
+
+  Raises ValueError where an axis is cut within what the checkpoint flattens, such as H in N*H: that is no range.
+  """
+  shape = row.shape(config)
+
+  def flat(first, last):
+    inner = math.prod(shape[first + 1 : last])
+    for axis in range(first + 1, last):
+      if index[axis] != (0, shape[axis]):
+        raise ValueError(f"{row.leaf}: axis {axis} of {shape} is cut, and {row.hf} has it within an axis; cut another")
+    return index[first][0] * inner, index[first][1] * inner
+
+  if row.linear:
+    return flat(row.num_inner, len(shape)), flat(0, row.num_inner)
+  return (flat(0, len(shape)), (0, 1)) if row.flat or len(shape) == 1 else (index[0], flat(1, len(shape)))
 
 
 def check_params(config: ModelConfig, params: dict) -> None:

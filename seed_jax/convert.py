@@ -1,0 +1,198 @@
+"""Weights between orbax and Hugging Face: `python -m seed_jax.convert --from=SOURCE --to=DIR [--dtype=bfloat16]`.
+
+--from=WORKDIR[:STEP] --to=HF_DIR: the policy of a checkpoint of training (the newest by default) as a directory that
+`transformers` loads, with its tokenizer. WORKDIR/checkpoints/sft[:STEP] names another stage.
+--from=HF_DIR --to=ORBAX_DIR: the parameters of a Hugging Face directory or GGUF file in `ORBAX_DIR/params`, which
+`orbax.checkpoint.StandardCheckpointer().restore` reads, and all else in `ORBAX_DIR/model`.
+--from=ORBAX_DIR --to=HF_DIR: and back.
+
+Each path may be gs://. Weights keep their dtype unless --dtype says otherwise: there and back they are equal bit for
+bit. It runs on a CPU. Memory: of a checkpoint, its largest array and a tensor; of a Hugging Face directory, the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from seed_jax.main import UsageError, describe, quiet
+
+if TYPE_CHECKING:
+  from seed_jax.models.config import ModelConfig
+
+OPTIONS = ("from", "to", "dtype", "traceback")
+DTYPES = ("float32", "bfloat16")
+EXAMPLE = "python -m seed_jax.convert --from=runs/quickstart --to=policy_hf"
+TEXTS = (".json", ".txt", ".model", ".jinja")  # of a tokenizer
+
+
+def cli(argv: list[str]) -> int:
+  """Runs a command line (argv[0] is the program); exit codes and errors are those of `seed_jax.main`."""
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes nothing; a TPU may be at work elsewhere
+  quiet()
+  try:
+    values = parse(argv)
+    if values.help:
+      print("\n".join([__doc__, *(f"--{name}: {values[name].help}" for name in OPTIONS)]))
+    else:
+      print(convert(values["from"].value, values["to"].value, values.dtype))
+    return 0
+  except (KeyboardInterrupt, Exception) as error:
+    if "--traceback" in argv:
+      traceback.print_exc()
+    interrupted = isinstance(error, KeyboardInterrupt)
+    print("error: " + ("interrupted" if interrupted else describe(error)), file=sys.stderr, flush=True)
+    return 130 if interrupted else 2 if isinstance(error, (UsageError, flags.Error)) else 1
+
+
+def parse(argv: list[str]) -> flags.FlagValues:
+  """The flags of a command line. Raises UsageError or absl's flags.Error."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(argv[:1])  # libraries ask absl for their own flags
+  values = flags.FlagValues()
+  define = dict(flag_values=values, module_name=__name__)
+  flags.DEFINE_string("from", None, "a work directory, a Hugging Face directory, a GGUF file or an ORBAX_DIR", **define)
+  flags.DEFINE_string("to", None, "the directory to make", **define)
+  flags.DEFINE_enum("dtype", None, DTYPES, "of the weights that are written; default: as they are", **define)
+  flags.DEFINE_bool("traceback", False, "show where an error was raised", **define)
+  flags.DEFINE_bool("help", False, "show this help", short_name="h", **define)
+  left = values(argv)[1:]
+  if left:
+    raise UsageError(f"unexpected argument {left[0]!r}; flags begin with -- and hold their value after =")
+  for name in ("from", "to"):
+    if not values.help and not values[name].value:
+      raise UsageError(f"--{name}=PATH is missing; example: {EXAMPLE}")
+  return values
+
+
+def convert(source: str, target: str, dtype: str | None = None) -> str:
+  """Writes `target` from `source`, see the module; returns what was written, in one line.
+
+  Raises UsageError for a source or a target that is none, CheckpointError for a damaged checkpoint, and what
+  `hf.load_sharded` raises.
+  """
+  from etils import epath
+
+  from seed_jax.models import hf
+
+  place, step = split_step(source)
+  path = epath.Path(place)
+  if not path.exists():
+    raise UsageError(f"--from={source}: {place} does not exist")
+  if step is None and ((path / "config.json").exists() or path.is_file()) and not (path / "checkpoints").exists():
+    return _to_orbax(path, epath.Path(target), dtype)
+  try:
+    found = _exported(path) or _checkpoint(path, step)
+  except FileNotFoundError as error:
+    raise UsageError(f"--from={source}: {error}") from error
+  hf.save(target, found.config, found.params, tokenizer=found.tokenizer, dtype=dtype)
+  return f"{target}: the parameters of {found.name} for transformers"
+
+
+def split_step(source: str) -> tuple[str, int | None]:
+  """PATH[:STEP] as (path, step)."""
+  found = re.fullmatch(r"(.*[^:/]):(\d+)", source)
+  return (found[1], int(found[2])) if found else (source, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Parameters (anything with shape and dtype that numpy reads) and what is needed to describe them."""
+
+  name: str
+  config: ModelConfig
+  params: dict
+  tokenizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerFiles:
+  """The tokenizer of a Hugging Face directory as its files, byte for byte; what `hf.save` asks of a tokenizer."""
+
+  directory: Any
+  stop_ids: tuple[int, ...]
+
+  def save(self, directory) -> None:
+    for file in self.directory.iterdir():
+      described = file.name in ("config.json", "generation_config.json") or file.name.endswith(".index.json")
+      if file.is_file() and file.suffix in TEXTS and not described:
+        pathlib.Path(directory, file.name).write_bytes(file.read_bytes())
+
+
+def tokenizer_files(directory) -> TokenizerFiles:
+  """The tokenizer of a directory; it stops where its generation_config.json says, or else its config.json."""
+  from seed_jax.metrics import read_json
+
+  stops = None
+  for name in ("generation_config.json", "config.json"):
+    if stops is None:
+      stops = read_json(directory / name, {}).get("eos_token_id")
+  return TokenizerFiles(directory, tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,))
+
+
+def _to_orbax(path, target, dtype: str | None) -> str:
+  import orbax.checkpoint as ocp
+
+  from seed_jax import sharding, text
+  from seed_jax.models import hf
+
+  if target.exists() and any(target.iterdir()):
+    raise UsageError(f"--to={target} is there already; choose another directory or remove it")
+  gguf = hf.find_gguf(path)
+  config, params = hf.load_sharded(path, sharding.make_mesh(), dtype=dtype)
+  tokenizer = text.load_tokenizer(str(path)) if gguf else tokenizer_files(path)
+  target = target if "://" in str(target) else target.absolute()  # orbax refuses a relative path
+  (target / "model").mkdir(parents=True, exist_ok=True)
+  hf.save_description(target / "model", config, params["embed"].dtype, tokenizer=tokenizer)
+  with ocp.StandardCheckpointer() as writer:
+    writer.save(target / "params", params)
+  return f"{target}: the parameters of {path} in params, and model"
+
+
+def _exported(path) -> Source | None:
+  """What `_to_orbax` wrote, or None."""
+  from seed_jax import checkpoint_params
+  from seed_jax.models import hf
+
+  if not (path / "params").is_dir() or not (path / "model" / "config.json").exists():
+    return None
+  params = checkpoint_params.stored_params(path / "params")
+  return Source(str(path), hf.read_config(path / "model"), params, tokenizer_files(path / "model"))
+
+
+def _checkpoint(path, step: int | None) -> Source:
+  """A checkpoint of a work directory."""
+  from ml_collections import ConfigDict
+
+  from seed_jax import checkpoint, checkpoint_params, text
+  from seed_jax.metrics import read_json
+  from seed_jax.models import hf
+  from seed_jax.workdir import Workdir
+
+  workdir, stage = (path.parent.parent, path.name) if path.parent.name == "checkpoints" else (path, "train")
+  if not (workdir / "config.json").exists():
+    raise FileNotFoundError(f"{path} is neither a work directory nor a model nor an ORBAX_DIR")
+  checkpoints = checkpoint.Checkpoints(workdir / "checkpoints" / stage)
+  steps = checkpoints.steps()
+  if not steps:
+    others = [folder.name for folder in (workdir / "policy").glob("*")] if (workdir / "policy").exists() else []
+    hint = f"; finished policies are in policy/: {', '.join(sorted(others))}" if others else ""
+    raise FileNotFoundError(f"there is no checkpoint in {checkpoints.directory}{hint}")
+  step = steps[-1] if step is None else step
+  checkpoint.check(checkpoints, step)
+  run = Workdir(ConfigDict(read_json(workdir / "config.json")), workdir)
+  base = run.policy_path("base")
+  tokenizer = text.load_tokenizer(str(base), **run.config.model.tokenizer_options.to_dict())
+  params = checkpoint_params.stored_params(checkpoints.directory / str(step))
+  return Source(f"checkpoint {step} of {stage} in {workdir}", hf.read_config(base), params, tokenizer)
+
+
+if __name__ == "__main__":
+  sys.exit(cli(sys.argv))
