@@ -69,12 +69,13 @@ cloud() {
 # explain WHAT: ends with one line for what gcloud said last, and what to do about it.
 explain() {
   local said
-  said=$(printf '%s\n' "$ERR" | grep -m 1 -o 'error: .*' || printf '%s\n' "$ERR" | grep -m 1 ERROR ||
-    printf '%s\n' "$ERR" | grep -v '^ *$' | tail -n 1 || true)
-  said=${said#error: }
+  said=$(grep -m 1 '^error: ' <<<"$ERR" || true) # of a worker: written for the user
+  [ -z "$said" ] || fail "$1: ${said#error: }"
+  said=$(sed -n '/ERROR/,$p' <<<"$ERR" | tr -s ' \n' ' ') # an error may go over several lines
+  [ -n "$said" ] || said=$(grep -v '^ *$' <<<"$ERR" | tail -n 1 || true)
   said="gcloud said: ${said:0:300}"
+  said=${said% }
   case $ERR in
-    *"error: worker"*) fail "$1: ${said#gcloud said: }" ;;
     *"not present in the SSH agent"*)
       fail "$1: your ssh key is not in the agent; run: ssh-add ~/.ssh/google_compute_engine"
       ;;

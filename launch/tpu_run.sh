@@ -56,7 +56,7 @@ stop:      --grace=SECONDS (default 120)
 fetch:     --to=FOLDER (default runs/NAME-OF-WORKDIR)   --all   the whole work directory
 delete:    --force         although a run is in progress
 ssh goes  --iap            through Identity-Aware Proxy, for slices without external addresses;   --internal-ip   inside the network
-everything --dry-run       prints every command and does nothing
+everything --dry-run       prints every command and does nothing;   --help   this text
 
 Exit codes: 0 done; 1 failed; 2 a wrong command line; `run --keep-alive` and `resume --keep-alive`: the program's own. 75 from the
 program means preempted: the checkpoint is written, resume. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES: seconds between looks (30), before
@@ -146,6 +146,7 @@ case $VERB in
     [ "$VERB" = run ] || [ ${#PROGRAM[@]} -gt 0 ] || usage_error "nothing is known of an earlier run of $NAME on this machine; give --config and --workdir"
     check_program
     ;;
+  fetch) find_workdir ;;
 esac
 check
 case $VERB in

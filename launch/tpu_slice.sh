@@ -135,12 +135,15 @@ shell() {
   if [ -n "$DRY" ]; then show gcloud "${CALL[@]}"; else exec gcloud "${CALL[@]}"; fi
 }
 
-fetch() {
+find_workdir() {
   local item
   WORKDIR=""
   for item in ${PROGRAM[@]+"${PROGRAM[@]}"}; do case $item in --workdir=*) WORKDIR=${item#*=} ;; esac done
   [ -n "$WORKDIR" ] || usage_error "fetch from where? give --workdir=gs://BUCKET/FOLDER"
   WORKDIR=${WORKDIR%/}
+}
+
+fetch() {
   : "${TO:=$ROOT/runs/${WORKDIR##*/}}"
   [ -n "$DRY" ] || mkdir -p "$TO" || fail "cannot make the folder $TO"
   case $WORKDIR in

@@ -82,7 +82,10 @@ setup() {
   PYTHON=$(find_python "$version") || fail "no Python $version"
   export PYTHON VENV=$BASE/venv
   # shellcheck source=launch/common.sh
-  (. "$BASE/code/launch/common.sh" && prepare tpu "$@")
+  if ! (set -e && . "$BASE/code/launch/common.sh" && prepare tpu "$@") 2>"$BASE/setup.log"; then
+    sed "s/^error: /error: worker $(number): /" "$BASE/setup.log" >&2
+    exit 1
+  fi
   echo "$print" >"$BASE/ready"
 }
 

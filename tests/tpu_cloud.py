@@ -1,9 +1,10 @@
-"""A stand-in for Google Cloud: a `gcloud` that plays a slice with folders as its workers, writes down its calls, and fails on request.
+"""A stand-in for Google Cloud: a `gcloud` that plays a slice with folders as its workers, and fails on request.
 
-Folder `stub`: `calls` (one gcloud call a line), `qr` and `node` (states of the queued resource and of the slice), `type`,
-`next` ("QR NODE" lines that `describe` steps through), `after_create`, `fail.GROUP.VERB` ("CODE|MESSAGE" lines, one a call; an
-empty line is a call that works), `late` (a worker and how often it does not answer), `worker-N` (home folders), `bucket`.
-The program on the workers runs as long as `hold` exists, and ends with 75 on SIGTERM, else with the next line of `exits`.
+Files of its folder: `calls` (what it was asked, a call a line), `qr` and `node` (the states of the queued resource and
+of the slice), `type`, `after_create` (both states after a creation), `next` ("QR NODE" lines that `describe` steps
+through), `fail.GROUP.VERB` ("CODE|MESSAGE" lines, one a call; an empty line is a call that works), `late` (a worker,
+how often it does not answer, and to which commands), `reason` (of a request that failed), `worker-N` (home folders), `bucket`. The program on
+the workers runs as long as `hold` exists; it ends with 75 on SIGTERM, else with the next line of `exits.N`, or 0.
 """
 
 import os
@@ -49,27 +50,36 @@ case "$group.$verb" in
     echo "$1" >"$STUB/qr"; [ "$2" = NONE ] || echo "$2" >"$STUB/node" ;;
   queued-resources.delete | tpu-vm.delete) rm -f "$STUB/qr" "$STUB/node" ;;
   tpu-vm.scp)
-    for ((n = 0; n < $(cat "$STUB/workers"); n++)); do mkdir -p "$STUB/worker-$n"; cp "$1" "$STUB/worker-$n/${2#*:}"; done ;;
+    for ((n = 0; n < $(cat "$STUB/workers"); n++)); do
+      mkdir -p "$STUB/worker-$n"
+      cp "$1" "$STUB/worker-$n/${2#*:}"
+    done ;;
   tpu-vm.ssh)
     which=$(option --worker) code=0
     [ "$which" != all ] || which=$(seq 0 $(($(cat "$STUB/workers") - 1)))
     for n in $which; do
-      if read -r who times 2>/dev/null <"$STUB/late" && [ "$who" = "$n" ] && [ "$times" -gt 0 ]; then
-        echo "$who $((times - 1))" >"$STUB/late"
-        code=255
-        continue
+      if read -r who times what 2>/dev/null <"$STUB/late" && [ "$who" = "$n" ] && [ "$times" -gt 0 ]; then
+        case $(option --command) in *"$what"*)
+          echo "$who $((times - 1)) $what" >"$STUB/late"
+          code=255
+          continue ;;
+        esac
       fi
       home=$STUB/worker-$n
       mkdir -p "$home/bin" "$home/memory"
       printf '#!/bin/sh\necho t1v-n-abc-w-%s\n' "$n" >"$home/bin/hostname"
       chmod +x "$home/bin/hostname"
-      env -i HOME="$home" STUB="$STUB" PATH="$home/bin:$STUB/remote:/usr/bin:/bin" SEED_JAX_MEMORY="$home/memory" USER=me \
+      path=$home/bin:$STUB/remote:/usr/bin:/bin
+      env -i HOME="$home" STUB="$STUB" PATH="$path" SEED_JAX_MEMORY="$home/memory" \
         bash -c "$(option --command)" || code=$?
     done
     exit "$code" ;;
   storage.rsync)
     from=${1/gs:\/\//$STUB/bucket/}
-    case " ${all[*]} " in *" --recursive "*) cp -r "$from/." "$2" ;; *) find "$from" -maxdepth 1 -type f -exec cp {} "$2" ';' ;; esac ;;
+    case " ${all[*]} " in
+      *" --recursive "*) cp -r "$from/." "$2" ;;
+      *) find "$from" -maxdepth 1 -type f -exec cp {} "$2" ';' ;;
+    esac ;;
   storage.ls) [ -d "${1/gs:\/\//$STUB/bucket/}" ] || say 1 "One or more URLs matched no objects." ;;
   *) say 99 "the stand-in does not know $group $verb" ;;
 esac
@@ -106,6 +116,7 @@ class Cloud:
 
   def __init__(self, path, workers=2):
     self.root, self.stub, self.state = path / "the repository", path / "stub", path / "state"
+    self.path = f"{self.stub}:/usr/bin:/bin"
     shutil.copytree(ROOT / "launch", self.root / "launch")
     for name in ("requirements.txt", "pyproject.toml"):
       shutil.copy(ROOT / name, self.root)
@@ -122,12 +133,22 @@ class Cloud:
     path.write_text(text)
     path.chmod(0o755)
 
+  def path_without_gcloud(self):
+    """A PATH with the system's programs but gcloud, which may be installed here."""
+    folder = self.stub / "programs"
+    folder.mkdir()
+    for place in ("/bin", "/usr/bin"):
+      for program in pathlib.Path(place).iterdir():
+        if program.name != "gcloud" and not (folder / program.name).is_symlink():
+          (folder / program.name).symlink_to(program)
+    return str(folder)
+
   def __setitem__(self, name, text):
     """Writes a file of the stand-in; None removes it."""
     (self.stub / name).write_text(text + "\n") if text is not None else (self.stub / name).unlink()
 
   def start(self, *arguments, **variables):
-    environment = {"PATH": f"{self.stub}:/usr/bin:/bin", "STUB": str(self.stub), "HOME": str(self.stub)}
+    environment = {"PATH": self.path, "STUB": str(self.stub), "HOME": str(self.stub)}
     environment |= {"SEED_JAX_STATE": str(self.state), "TPU_POLL": "0.2", "TPU_BACKOFF": "0", "TPU_SSH_TRIES": "4"}
     environment |= {"TPU_NAME": "slice", "PROJECT": "mine", "ZONE": "here-a"} | variables
     return subprocess.Popen(
