@@ -30,6 +30,13 @@ check_program() {
       *) [ -n "${!item+set}" ] || [ -n "$DRY" ] || usage_error "--secret=$item: $item is not set in this shell; export it" ;;
     esac
   done
+  for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
+    case $item in
+      --data=[A-Za-z_]*=gs://?* | --env=[A-Za-z_]*=*) ;;
+      --data=*) usage_error "$item: write --data=NAME=gs://BUCKET/FOLDER; the program gets the copy's place as NAME" ;;
+      *) usage_error "$item: write --env=NAME=VALUE" ;;
+    esac
+  done
   for item in $(sed -n 's/^# extras: *//p' "$ROOT/${config%%:*}" | head -n 1); do
     case ",$EXTRAS," in *",$item,"*) ;; *) EXTRAS=$EXTRAS${EXTRAS:+,}$item ;; esac
   done
@@ -90,19 +97,27 @@ send_secrets_to() {
 }
 
 run() {
-  local id item command
+  local id item command place
   need_slice
   case $WORKERS:$WORKDIR in
     1:* | *:gs://*) ;;
     *) fail "$NAME has $WORKERS workers, which share the work directory: it must be gs://BUCKET/FOLDER, not $WORKDIR" ;;
   esac
   setup
+  for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
+    case $item in --data=*) place=${item#--data=} ;; *) continue ;; esac
+    say "copying ${place#*=} to the workers (what is there already stays)"
+    on_workers "copying data" all "$REMOTE data ${place%%=*} $(printf '%q' "${place#*=}")" || explain "the data cannot be copied"
+  done
   send_secrets
   id=$(date -u +%Y%m%d-%H%M%S)-$$
   command="$REMOTE start $id"
   [ -z "$CACHE" ] || command="$command $(printf '%q' "--cache=$CACHE")"
   for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
     case $item in *=*) command="$command $(printf '%q' "--secret=$item")" ;; esac
+  done
+  for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
+    case $item in --data=*) command="$command ${item%%=gs://*}" ;; *) command="$command $(printf '%q' "$item")" ;; esac
   done
   command="$command --"
   for item in "${PROGRAM[@]}"; do command="$command $(printf '%q' "$item")"; done
@@ -123,7 +138,8 @@ stop() {
 }
 
 # judge sets RESULT from the workers' lines: running, finished, stopped, preempted, failed (with CODE and WORST), or mixed (some have
-# ended, some are still at it).
+# ended, some are still at it). The program says 75 when it was asked to stop, and 76 when another worker failed or is gone: the first
+# of its words that says more counts.
 judge() {
   local states codes
   states=$(column 4 | sort -u | tr '\n' ' ') codes=$(column 5)
@@ -138,10 +154,10 @@ judge() {
   [ "$RESULT" = failed ] || return 0
   if [ "$(sort -u <<<"$codes")" = 0 ]; then
     RESULT=finished
-  elif grep -qx 75 <<<"$codes"; then
+  elif grep -qx 75 <<<"$codes" || ! grep -qvxE '0|76' <<<"$codes"; then
     RESULT=preempted
   else
-    read -r WORST CODE <<<"$(awk '$5 != 0 { print $2, $5; exit }' <<<"$LINES_OF_WORKERS")"
+    read -r WORST CODE <<<"$(awk '$5 != 0 && $5 != 76 { print $2, $5; exit }' <<<"$LINES_OF_WORKERS")"
   fi
 }
 
@@ -189,7 +205,7 @@ begin() {
 }
 
 keep_alive() {
-  local restarts=0
+  local restarts=0 pause=$((BACKOFF * 6))
   while :; do
     create
     if (begin); then
@@ -218,5 +234,11 @@ keep_alive() {
     restarts=$((restarts + 1))
     [ "$restarts" -le "$MAX_RESTARTS" ] || fail "preempted $restarts times, more than --max-restarts=$MAX_RESTARTS; resume goes on"
     say "preempted (request $STATE, slice $NODE); restart $restarts"
+    if [ "$STATE/$NODE" = ACTIVE/READY ]; then # a notice goes before the end of the machine, or passes
+      sleep "$pause"
+      pause=$((pause * 2 < 300 ? pause * 2 : 300))
+    else
+      pause=$((BACKOFF * 6))
+    fi
   done
 }

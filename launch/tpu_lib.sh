@@ -271,6 +271,7 @@ remember() {
     for word in ${REQUEST[@]+"${REQUEST[@]}"}; do printf 'request=%s\n' "$word"; done
     for word in ${ROUTE[@]+"${ROUTE[@]}"}; do printf 'route=%s\n' "$word"; done
     for word in ${SECRETS[@]+"${SECRETS[@]}"}; do printf 'secret=%s\n' "$word"; done
+    for word in ${SETTINGS[@]+"${SETTINGS[@]}"}; do printf 'setting=%s\n' "$word"; done
     for word in ${PROGRAM[@]+"${PROGRAM[@]}"}; do printf 'program=%s\n' "$word"; done
   } >"$file.new"
   mv "$file.new" "$file"
@@ -278,7 +279,7 @@ remember() {
 
 # Fills what this command line leaves open. Lists are taken over whole or not at all.
 recall() {
-  local line request=() route=() secret=() program=()
+  local line request=() route=() secret=() setting=() program=()
   [ -f "$(memory)" ] || return 0
   while IFS= read -r line; do
     case $line in
@@ -291,11 +292,13 @@ recall() {
       request=*) request+=("${line#*=}") ;;
       route=*) route+=("${line#*=}") ;;
       secret=*) secret+=("${line#*=}") ;;
+      setting=*) setting+=("${line#*=}") ;;
       program=*) program+=("${line#*=}") ;;
     esac
   done <"$(memory)"
   [ ${#REQUEST[@]} -gt 0 ] || REQUEST=(${request[@]+"${request[@]}"})
   [ ${#ROUTE[@]} -gt 0 ] || ROUTE=(${route[@]+"${route[@]}"})
   [ ${#SECRETS[@]} -gt 0 ] || SECRETS=(${secret[@]+"${secret[@]}"})
+  [ ${#SETTINGS[@]} -gt 0 ] || SETTINGS=(${setting[@]+"${setting[@]}"})
   [ ${#PROGRAM[@]} -gt 0 ] || PROGRAM=(${program[@]+"${program[@]}"})
 }

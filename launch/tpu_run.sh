@@ -47,6 +47,8 @@ run, resume
   --config=FILE[:ARG] --workdir=gs://BUCKET/FOLDER [--stages=a,b] [--config.FIELD=VALUE]...   go to the program, as does all after --
   --secret=NAME           the program gets the environment variable NAME of this shell; the value travels over ssh's stdin only
   --secret=NAME=projects/P/secrets/S[/versions/V]   the workers read it from Secret Manager
+  --data=NAME=gs://BUCKET/FOLDER   copied to every worker before the start; the program finds the copy under the variable NAME
+  --env=NAME=VALUE        a variable for the program, not for secrets
   --cache=gs://FOLDER     compiled programs, kept beyond the slice (default: seed_jax/xla in the work directory's bucket)
   --keep-alive            stays here and watches: a slice that is preempted is made again and the run resumed, until it is done
   --max-restarts=N        ends --keep-alive after so many restarts (default 100)
@@ -59,7 +61,7 @@ ssh goes  --iap            through Identity-Aware Proxy, for slices without exte
 everything --dry-run       prints every command and does nothing;   --help   this text
 
 Exit codes: 0 done; 1 failed; 2 a wrong command line; `run --keep-alive` and `resume --keep-alive`: the program's own. 75 from the
-program means preempted: the checkpoint is written, resume. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES: seconds between looks (30), before
+program means preempted: the checkpoint is written, resume; 76: another worker failed or is gone. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES: seconds between looks (30), before
 the second attempt at ssh (5, doubling), and attempts (6).
 TEXT
 }
@@ -74,7 +76,7 @@ usage_error() {
 NAME=${TPU_NAME:-} PROJECT=${PROJECT:-} ZONE=${ZONE:-} TOPOLOGY=${TOPOLOGY:-}
 DRY="" WAIT="" EXTRAS="" PYTHON_VERSION="" RUNTIME_VERSION="" CACHE="" KEEP_ALIVE="" MAX_RESTARTS=100 WORKER="" FOLLOW="" LINES_ASKED=100
 GRACE=120 TO="" ALL="" FORCE="" TRACK="" TYPE="" LINES_OF_WORKERS="" DRY_STATE="" DRY_NODE=""
-REQUEST=() ROUTE=() SECRETS=() PROGRAM=() WHERE=()
+REQUEST=() ROUTE=() SECRETS=() SETTINGS=() PROGRAM=() WHERE=()
 
 VERB=${1:---help}
 case $VERB in
@@ -106,6 +108,7 @@ while [ $# -gt 0 ]; do
     --python=*) PYTHON_VERSION=${1#*=} ;;
     --cache=*) CACHE=${1#*=} ;;
     --secret=*) SECRETS+=("${1#*=}") ;;
+    --data=* | --env=*) SETTINGS+=("$1") ;;
     --keep-alive) KEEP_ALIVE=yes ;;
     --max-restarts=*) MAX_RESTARTS=${1#*=} ;;
     --iap) ROUTE=(--tunnel-through-iap) ;;

@@ -98,7 +98,12 @@ status() {
   [ "$NODE" = READY ] || return 0
   probe
   while read -r _ worker print state code _ workdir; do
-    case $code in -) code="" ;; 75) code=", exit code 75 (checkpoint written; resume)" ;; *) code=", exit code $code" ;; esac
+    case $code in
+      -) code="" ;;
+      75) code=", exit code 75 (checkpoint written; resume)" ;;
+      76) code=", exit code 76 (another worker failed or is gone)" ;;
+      *) code=", exit code $code" ;;
+    esac
     [ "$workdir" = - ] && workdir="" || workdir=", $workdir"
     [ "$print" = none ] && print=", not set up" || print=""
     printf 'worker %s: %s\n' "$worker" "$state$code$workdir$print"

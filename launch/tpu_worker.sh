@@ -4,7 +4,8 @@
 #   status                         one line: @worker NUMBER FINGERPRINT STATE CODE RUN WORKDIR
 #   setup FINGERPRINT PYTHON [EXTRA...]   unpacks ~/seed_jax.tgz and installs
 #   secrets COUNT                  NAME=VALUE records, NUL after each, from stdin into memory, for the next start
-#   start RUN [--cache=FOLDER] [--secret=NAME=projects/...]... -- ARGUMENT...
+#   data NAME gs://FOLDER          copies a folder to this machine, for start --data=NAME
+#   start RUN [--cache=FOLDER] [--env=NAME=VALUE]... [--data=NAME]... [--secret=NAME=projects/...]... -- ARGUMENT...
 #   stop SECONDS [quiet]           SIGTERM, then SIGKILL after so many seconds; quiet: as if it had ended by itself
 #   logs LINES [follow]
 #   pack FOLDER [all]              the results in FOLDER as a tar file on stdout
@@ -108,6 +109,8 @@ start() {
   while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
       --cache=*) cache=${1#*=} ;;
+      --env=*) export "${1#--env=}" ;;
+      --data=*) export "${1#--data=}=$BASE/data/${1#--data=}" ;;
       --secret=*)
         variable=${1#--secret=}
         place=${variable#*=} variable=${variable%%=*} version=latest
@@ -184,6 +187,12 @@ pack() {
   tar -cf - "${names[@]}"
 }
 
+data() {
+  mkdir -p "$BASE/data/$1"
+  gcloud storage rsync "$2" "$BASE/data/$1" --recursive --quiet >/dev/null ||
+    fail "cannot copy $2: does it exist, and has the slice's service account roles/storage.objectViewer on the bucket?"
+}
+
 secrets() {
   rm -f "$MEMORY"
   (umask 077 && cat >"$MEMORY")
@@ -193,4 +202,4 @@ secrets() {
 verb=$1
 shift
 "$verb" "$@"
-case $verb in setup | start | stop | secrets) status ;; esac
+case $verb in setup | data | start | stop | secrets) status ;; esac

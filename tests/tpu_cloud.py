@@ -3,8 +3,9 @@
 Files of its folder: `calls` (what it was asked, a call a line), `qr` and `node` (the states of the queued resource and
 of the slice), `type`, `after_create` (both states after a creation), `next` ("QR NODE" lines that `describe` steps
 through), `fail.GROUP.VERB` ("CODE|MESSAGE" lines, one a call; an empty line is a call that works), `late` (a worker,
-how often it does not answer, and to which commands), `reason` (of a request that failed), `worker-N` (home folders), `bucket`. The program on
-the workers runs as long as `hold` exists; it ends with 75 on SIGTERM, else with the next line of `exits.N`, or 0.
+how often it does not answer, and to which commands), `reason` (of a request that failed), `worker-N` (home folders),
+`bucket`. The program on the workers runs as long as `hold` exists; it ends with 75 on SIGTERM, else with the next line
+of `exits.N`, else with 0.
 """
 
 import os
@@ -95,6 +96,7 @@ case "$*" in
     shift 2
     printf '[%s]' "$@" >>"$HOME/main"; echo >>"$HOME/main"
     printf '%s %s %s\n' "${HF_TOKEN:-}" "${WANDB:-}" "${SEED_JAX_CACHE:-}" >"$HOME/environment"
+    printf '%s|%s\n' "${NOTE:-}" "$(cat "${GAMES:-/none}/game" 2>/dev/null)" >"$HOME/settings"
     trap 'echo asked to end; sleep 0.2; exit 75' TERM
     echo "the program begins"
     while [ -e "$STUB/hold" ]; do sleep 0.1; done
@@ -107,7 +109,11 @@ esac
 
 SECRETS_GCLOUD = r"""#!/bin/bash
 [ -e "$STUB/no_access" ] && { echo "ERROR: PERMISSION_DENIED" >&2; exit 1; }
-case "$*" in "secrets versions access 3 --secret=wandb --project=mine") echo from-the-manager ;; *) exit 9 ;; esac
+case "$*" in
+  "secrets versions access 3 --secret=wandb --project=mine") echo from-the-manager ;;
+  "storage rsync "*" --recursive --quiet") cp -r "${3/gs:\/\//$STUB/bucket/}/." "$4" ;;
+  *) exit 9 ;;
+esac
 """
 
 

@@ -73,6 +73,19 @@ class TestRun:
     cloud.run("run", "--config=configs/game.py:a,b", PROGRAM[1])
     assert cloud.worker(1, "pip").endswith(".seed_jax/code[alfworld]\n")
 
+  def test_data_is_copied_and_variables_are_set(self, cloud):
+    (cloud.stub / "bucket" / "games v1").mkdir(parents=True)
+    (cloud.stub / "bucket" / "games v1" / "game").write_text("a game")
+    cloud.run("run", *PROGRAM, "--data=GAMES=gs://games v1", "--env=NOTE=a b=c")
+    for worker in range(2):
+      cloud.wait_for(worker, ".seed_jax/run/exit_code")
+      assert cloud.worker(worker, "settings") == "a b=c|a game\n"
+    cloud["next"] = "SUSPENDED NONE"  # a new slice gets them again
+    cloud.run("resume")
+    cloud.wait_for(1, "settings", "a b=c|a game")
+    error = last_error(cloud.run("run", *PROGRAM, "--data=GAMES=gs://none", code=1))
+    assert "cannot copy gs://none" in error
+
   def test_stop_lets_the_program_write_its_checkpoint(self, cloud):
     cloud["hold"] = ""
     cloud.run("run", *PROGRAM)
@@ -180,6 +193,14 @@ class TestKeepAlive:
     out = self.keep(cloud, code=9)
     assert "[w1] the program begins" in out and "the program failed on worker 1 of slice with exit code 9" in out
     assert cloud.worker(1, "main").count("\n") == 1
+
+  def test_the_worker_that_failed_is_named_not_those_that_noticed(self, cloud):
+    cloud["exits.0"], cloud["exits.1"] = "76", "9"
+    assert "the program failed on worker 1 of slice with exit code 9" in self.keep(cloud, code=9)
+
+  def test_workers_that_lost_each_other_start_again(self, cloud):
+    cloud["exits.0"], cloud["exits.1"] = "76\n0", "76\n0"
+    assert "restart 1" in self.keep(cloud)
 
   def test_others_that_hang_after_one_has_failed_are_ended(self, cloud):
     cloud["hold"], cloud["exits.1"] = "", "4"

@@ -105,6 +105,8 @@ class TestCommandLine:
       (["run", *PROGRAM, "--secret=HF_TOKEN"], "HF_TOKEN is not set in this shell"),
       (["run", *PROGRAM, "--secret=HF_TOKEN=hf_123"], "is a value that others could see"),
       (["run", *PROGRAM, "--secret=a b"], "--secret wants the name"),
+      (["run", *PROGRAM, "--data=gs://b/d"], "write --data=NAME=gs://BUCKET/FOLDER"),
+      (["run", *PROGRAM, "--env=A"], "write --env=NAME=VALUE"),
       (["resume"], "nothing is known of an earlier run of slice"),
       (["fetch"], "fetch from where?"),
     ],
