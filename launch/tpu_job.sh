@@ -48,13 +48,16 @@ setup() {
   if column 4 | grep -qx running; then
     fail "a run is in progress on $NAME in $(column 7- | grep -m 1 -v '^-$'); one at a time: watch it (logs --follow), or stop it first"
   fi
-  print=$(fingerprint "$EXTRAS")
+  if [ ! -s "$TEMP/print" ]; then # packed once: --keep-alive goes on with the code that it began with
+    files >"$TEMP/files"
+    tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
+    fingerprint "$EXTRAS" >"$TEMP/print"
+  fi
+  print=$(cat "$TEMP/print")
   if [ "$(column 3 | sort -u)" = "$print" ]; then
     say "$NAME is set up already"
     return 0
   fi
-  files >"$TEMP/files"
-  tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
   say "sending $(wc -l <"$TEMP/files" | tr -d ' ') files to $WORKERS workers of $NAME"
   EXPECT=""
   stubborn "sending the code" ${TRACK:+"$TRACK"} compute tpus tpu-vm scp "$TEMP/seed_jax.tgz" "$NAME:seed_jax.tgz" "${WHERE[@]}" \
@@ -168,18 +171,21 @@ glance() {
   judge
 }
 
-# watch looks at a run until it is over: RESULT as of judge. A look that fails is repeated; whether a run whose workers do not answer
-# was preempted, the slice's state says.
+# watch looks at a run until it is over: RESULT as of judge, or gone, where somebody has deleted the request (a preempted one stays).
+# A look that fails is repeated, since this machine may be offline for a while.
 watch() {
-  local mixed=0 blind=0
-  while [ "$blind" -lt 20 ]; do
+  local mixed=0 blind=0 offline=0
+  while [ "$blind" -lt 20 ] && [ "$offline" -lt 240 ]; do
     sleep "$POLL"
-    blind=$((blind + 1))
+    offline=$((offline + 1))
     look || continue
+    offline=0
     if [ "$STATE/$NODE" != ACTIVE/READY ]; then
       RESULT=preempted
+      [ "$STATE" != NONE ] || RESULT=gone
       return 0
     fi
+    blind=$((blind + 1))
     glance || continue
     blind=0
     case $RESULT in
@@ -191,7 +197,7 @@ watch() {
       *) return 0 ;;
     esac
   done
-  fail "$NAME could not be looked at $blind times (request $STATE, slice $NODE); the run may go on: look with status, go on with resume --keep-alive"
+  fail "$NAME could not be looked at $((blind + offline)) times (request $STATE, slice $NODE); the run may go on: look with status, go on with resume --keep-alive"
 }
 
 # Starts the run, or takes up one in the same work directory that is in progress (this machine may have been asleep).
@@ -205,16 +211,22 @@ begin() {
 }
 
 keep_alive() {
-  local restarts=0 pause=$((BACKOFF * 6))
+  local restarts=0 pause=$((BACKOFF * 6)) code unreachable=0
+  trap 'say "no longer watching; the run goes on: resume --keep-alive watches again"; exit 130' INT TERM
   while :; do
     create
-    if (begin); then
-      [ -z "$DRY" ] || return 0
+    code=0
+    (begin) || code=$?
+    [ -z "$DRY" ] || return "$code"
+    if [ "$code" -eq 0 ]; then
+      unreachable=0
       watch
-    else
+    else # an error of its own, or the slice has gone in the meantime, which its state may say a little later
+      unreachable=$((unreachable + 1))
       look || explain "cannot look at $NAME"
-      [ "$STATE/$NODE" != ACTIVE/READY ] || exit 1
+      [ "$STATE/$NODE" != ACTIVE/READY ] || { [ "$code" -eq "$UNREACHABLE" ] && [ "$unreachable" -lt 5 ]; } || exit "$code"
       RESULT=preempted
+      [ "$STATE" != NONE ] || RESULT=gone
     fi
     case $RESULT in
       finished)
@@ -225,6 +237,7 @@ keep_alive() {
         say "the run was stopped; resume goes on"
         return 0
         ;;
+      gone) fail "the request for $NAME was deleted elsewhere; resume makes the slice again and goes on" ;;
       failed)
         if on_workers "reading the log" "$WORST" "$REMOTE logs 20"; then printf '%s\n' "$OUT" >&2; fi
         warn "error: the program failed on worker $WORST of $NAME with exit code $CODE; its last words are above"

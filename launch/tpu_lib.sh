@@ -7,10 +7,11 @@
 SSH_TRIES=${TPU_SSH_TRIES:-6} # attempts at a worker that refuses
 BACKOFF=${TPU_BACKOFF:-5}     # seconds before the second attempt; doubled each time, at most 60
 POLL=${TPU_POLL:-30}          # seconds between looks at a slice or a run
+UNREACHABLE=69                # our exit code where ssh was refused to the end
 OUT="" ERR="" STATE="" NODE="" WORKERS=0 EXPECT="" FEED=""
 
 say() { printf 'seed_jax%s: %s\n' "${DRY:+ (dry run)}" "$*"; }
-warn() { printf 'seed_jax: %s\n' "$*" >&2; }
+warn() { printf '%s\n' "$*" >&2; }
 fail() {
   printf 'error: %s\n' "$*" >&2
   exit 1
@@ -44,9 +45,9 @@ slice() {
 
 # Prints a command as it can be pasted into a shell.
 show() {
-  local word line=""
+  local word line="" quote="'" escaped="'\\''"
   for word in "$@"; do
-    case $word in "" | *[!A-Za-z0-9_./:=,@+-]*) word="'${word//\'/\'\\\'\'}'" ;; esac
+    case $word in "" | *[!A-Za-z0-9_./:=,@+-]*) word="'${word//$quote/$escaped}'" ;; esac
     line="$line $word"
   done
   printf '%s\n' "${line# }"
@@ -101,6 +102,7 @@ explain() {
 
 missing() { case $ERR in *NOT_FOUND* | *"not found"*) ;; *) return 1 ;; esac }
 refused() {
+  ! grep -q '^error: ' <<<"$ERR" || return 1 # a worker has spoken
   case $1:$ERR in
     255:* | *"return code [255]"* | *"onnection refused"* | *"timed out"* | *"onnection closed"* | *"onnection reset"*) ;;
     *) return 1 ;;
@@ -184,12 +186,20 @@ stubborn() {
     late=$(late_workers)
     [ "$code" -ne 0 ] || [ -n "$late" ] || return 0
     if [ "$code" -ne 0 ] && ! refused "$code"; then return "$code"; fi
-    [ "$try" -lt "$SSH_TRIES" ] ||
-      fail "$what: ${late:+worker $late of $NAME did not answer: }ssh was refused $SSH_TRIES times; is port 22 open (firewall rule default-allow-ssh, or --iap), and is the machine up (status)?"
-    warn "$what: ${late:+worker $late did not answer, }ssh was refused; attempt $((try + 1)) of $SSH_TRIES in $pause s"
+    if [ "$try" -ge "$SSH_TRIES" ]; then
+      warn "error: $what: ${late:+worker $late of $NAME did not answer: }ssh was refused $SSH_TRIES times; is port 22 open (firewall rule default-allow-ssh, or --iap), and is the machine up (status)?$(last_words)"
+      exit "$UNREACHABLE"
+    fi
+    warn "seed_jax: $what: ${late:+worker $late did not answer, }ssh was refused; attempt $((try + 1)) of $SSH_TRIES in $pause s"
     sleep "$pause"
     pause=$((pause * 2 < 60 ? pause * 2 : 60)) try=$((try + 1))
   done
+}
+
+last_words() {
+  local said
+  said=$(grep -iE 'refused|denied|timed out|closed|reset|\[255\]' <<<"$ERR" | tail -n 1 || true)
+  [ -z "$said" ] || printf ' (gcloud said: %s)' "${said:0:200}"
 }
 
 # The numbers of the workers that owe an @worker line, for commands that make them write one.

@@ -60,7 +60,7 @@ delete:    --force         although a run is in progress
 ssh goes  --iap            through Identity-Aware Proxy, for slices without external addresses;   --internal-ip   inside the network
 everything --dry-run       prints every command and does nothing;   --help   this text
 
-Exit codes: 0 done; 1 failed; 2 a wrong command line; `run --keep-alive` and `resume --keep-alive`: the program's own. 75 from the
+Exit codes: 0 done; 1 failed; 2 a wrong command line; 69 the workers do not answer; `run --keep-alive` and `resume --keep-alive`: the program's own. 75 from the
 program means preempted: the checkpoint is written, resume; 76: another worker failed or is gone. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES: seconds between looks (30), before
 the second attempt at ssh (5, doubling), and attempts (6).
 TEXT

@@ -38,7 +38,7 @@ create() {
       ACTIVE/NONE) # its slice is being entered in the books, or was deleted by hand
         odd=$((odd + 1))
         if [ "$odd" -ge 5 ]; then
-          warn "half-created: the request for $NAME is ACTIVE and there is no slice"
+          say "half-created: the request for $NAME is ACTIVE and there is no slice"
           discard
           odd=0
           continue

@@ -60,7 +60,10 @@ status() {
 
 # Prints a Python of that version. The images of Cloud TPU come with 3.10; uv brings a newer one without root.
 find_python() {
-  if ! command -v "python$1"; then
+  if "python$1" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+    command -v "python$1"
+  else
+    export UV_PYTHON_PREFERENCE=only-managed
     if [ ! -x "$BASE/bin/uv" ]; then
       curl -LsSf https://astral.sh/uv/install.sh | UV_INSTALL_DIR=$BASE/bin UV_NO_MODIFY_PATH=1 sh >&2 ||
         fail "cannot fetch uv for Python $1; has the slice a way to the internet (external addresses or Cloud NAT)?"
@@ -128,9 +131,9 @@ start() {
   rm -rf "$RUN"
   mkdir -p "$RUN"
   printf '%s\n' "$workdir" >"$RUN/workdir"
-  printf '%s\n' "$id" >"$RUN/id"
-  setsid bash "${BASH_SOURCE[0]}" supervise "$@" </dev/null >>"$BASE/logs/$id.log" 2>&1 &
+  setsid bash "${BASH_SOURCE[0]}" supervise "$id" "$@" </dev/null >>"$BASE/logs/$id.log" 2>&1 &
   exec 9>&-
+  for _ in $(seq 100); do [ -s "$RUN/id" ] || sleep 0.1; done
 }
 
 # Runs the program, outlives the ssh connection and writes the exit code down. When the machine is taken away, the system sends
@@ -139,6 +142,8 @@ supervise() {
   local child code=0
   trap : TERM HUP INT
   echo $$ >"$RUN/supervisor"
+  echo "$1" >"$RUN/id" # from here on this run has been started, whoever asks
+  shift
   cd "$BASE/code"
   "$BASE/venv/bin/python" -m seed_jax.main "$@" 9>&- &
   child=$!

@@ -118,11 +118,17 @@ esac
 
 
 class Cloud:
-  """A copy of the launch scripts beside a stand-in cloud; `run` calls launch/tpu_run.sh."""
+  """A copy of the launch scripts beside a stand-in cloud; `run` calls launch/tpu_run.sh.
 
-  def __init__(self, path, workers=2):
+  `like`: the folder of another one, whose state is taken over.
+  """
+
+  def __init__(self, path, workers=2, like=None):
     self.root, self.stub, self.state = path / "the repository", path / "stub", path / "state"
     self.path = f"{self.stub}:/usr/bin:/bin"
+    if like:
+      shutil.copytree(like, path, dirs_exist_ok=True)
+      return
     shutil.copytree(ROOT / "launch", self.root / "launch")
     for name in ("requirements.txt", "pyproject.toml"):
       shutil.copy(ROOT / name, self.root)
@@ -169,7 +175,7 @@ class Cloud:
   def run(self, *arguments, code=0, **variables):
     """The words of a call that ends with `code`."""
     process = self.start(*arguments, **variables)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == code, out
     return out
 
@@ -187,7 +193,7 @@ class Cloud:
 
   def wait_for(self, number, name, text=""):
     """Waits for a worker's file with that text in it."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while text not in self.worker(number, name) or not self.worker(number, name):
       assert time.monotonic() < end, f"worker {number} never wrote {text!r} into {name}"
       time.sleep(0.05)

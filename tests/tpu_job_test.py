@@ -15,12 +15,20 @@ SECRET = "hf_do-not-show-me"
 SIGTERM_WAS_SEEN = "asked to end"
 
 
-@pytest.fixture
-def cloud(tmp_path):
-  place = Cloud(tmp_path)
+@pytest.fixture(scope="module")
+def set_up(tmp_path_factory):
+  """A folder with a slice of two workers that is set up."""
+  path = tmp_path_factory.mktemp("set_up")
+  place = Cloud(path)
   place.run("create", *READY, "--spot")
   place.run("setup")
   place.calls()
+  return path
+
+
+@pytest.fixture
+def cloud(tmp_path, set_up):
+  place = Cloud(tmp_path, like=set_up)
   yield place
   place.close()
 
@@ -115,7 +123,7 @@ class TestRun:
     process = cloud.start("logs", "--follow")
     assert process.stdout.readline() == "[w0] the program begins\n"
     cloud["hold"] = None
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "[w0] seed_jax: the program ended with exit code 0" in rest
 
   def test_ssh_runs_a_command_on_one_worker(self, cloud):
@@ -184,7 +192,7 @@ class TestKeepAlive:
     assert [cloud.worker(n, ".seed_jax/run/supervisor").strip() for n in range(2)] != supervisors
     assert cloud.worker(1, "environment").split()[0] == SECRET
     cloud["hold"] = None
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "is done" in rest
     assert cloud.worker(0, "main") == words_of(PROGRAM)  # the folder is new: the run began once in it
 
@@ -217,6 +225,36 @@ class TestKeepAlive:
     assert "preempted 3 times, more than --max-restarts=2" in error
     assert cloud.worker(0, "main").count("\n") == 3
 
+  def test_code_that_is_changed_meanwhile_is_not_sent(self, cloud):
+    cloud["hold"] = ""
+    process = cloud.start("run", "--keep-alive", *PROGRAM)
+    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.calls()
+    (cloud.root / "configs" / "quickstart.py").write_text("broken")
+    cloud["next"] = "SUSPENDED NONE"
+    while process.stdout.readline() and not cloud.calls("queued-resources create"):
+      pass
+    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud["hold"] = None
+    process.communicate(timeout=600)
+    assert cloud.worker(1, ".seed_jax/code/configs/quickstart.py") == '"""Quick."""\n'
+
+  def test_a_slice_that_is_deleted_stays_deleted(self, cloud):
+    cloud["hold"] = ""
+    process = cloud.start("run", "--keep-alive", *PROGRAM)
+    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.run("delete", "--force")
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 1 and "was deleted elsewhere" in last_error(out)
+    assert cloud.calls("queued-resources create") == []
+
+  def test_workers_that_do_not_answer_at_first_are_asked_again(self, cloud):
+    cloud["late"] = "1 7 worker.sh"  # more than the attempts of one start
+    out = self.keep(cloud)
+    assert "worker 1 of slice did not answer" in out and "is done" in out
+    cloud["late"] = "1 99 worker.sh"
+    self.keep(cloud, code=69)
+
   def test_a_run_in_progress_is_taken_up(self, cloud):
     cloud["hold"] = ""
     cloud.run("run", *PROGRAM)
@@ -224,7 +262,7 @@ class TestKeepAlive:
     assert "exists and is ready" in process.stdout.readline()
     assert "is in progress; watching it" in process.stdout.readline()
     cloud["hold"] = None
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "is done" in rest and cloud.worker(0, "main") == words_of(PROGRAM)
 
   def test_a_stop_ends_it(self, cloud):
@@ -232,7 +270,7 @@ class TestKeepAlive:
     process = cloud.start("run", "--keep-alive", *PROGRAM)
     cloud.wait_for(1, ".seed_jax/run/pid")
     cloud.run("stop")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "the run was stopped; resume goes on" in out
 
   def test_a_start_that_fails_for_another_reason_is_told(self, cloud):

@@ -252,6 +252,20 @@ class TestSetup:
     cloud.run("setup")
     assert "set up already" in cloud.run("setup")
 
+  def test_a_worker_with_an_old_python_gets_a_newer_one(self, cloud):
+    cloud.run("create", *READY)
+    python = cloud.stub / "remote" / "python3.11"
+    uv = f'echo "$*" >>"$HOME/uv"; [ "$2" != find ] || echo {cloud.stub}/kept'
+    installer = f"echo '{uv}' >$UV_INSTALL_DIR/uv; chmod +x $UV_INSTALL_DIR/uv"
+    cloud.program(
+      cloud.stub / "remote" / "curl", f"#!/bin/bash\ncat <<'END'\nmkdir -p $UV_INSTALL_DIR\n{installer}\nEND\n"
+    )
+    python.rename(cloud.stub / "kept")
+    cloud.program(python, "#!/bin/bash\nexit 1\n")  # as Ubuntu's, without venv
+    cloud.run("setup")
+    assert cloud.worker(1, "uv").splitlines() == ["python install 3.11", "python find 3.11"]
+    assert "set up already" in cloud.run("setup")
+
   def test_ssh_that_is_refused_is_tried_again(self, cloud):
     cloud.run("create", *READY)
     refusal = "1|[/usr/bin/ssh] exited with return code [255]."
@@ -260,7 +274,8 @@ class TestSetup:
     out = cloud.run("setup")
     assert "attempt 2 of 4" in out and "attempt 3 of 4" in out and "sending the code: ssh was refused" in out
     cloud["fail.tpu-vm.ssh"] = "\n".join([refusal] * 4)
-    assert "ssh was refused 4 times" in last_error(cloud.run("setup", code=1))
+    error = last_error(cloud.run("setup", code=69))
+    assert "ssh was refused 4 times" in error and "exited with return code [255]" in error
 
   def test_other_failures_of_ssh_are_not_repeated(self, cloud):
     cloud.run("create", *READY)
@@ -273,7 +288,7 @@ class TestSetup:
     cloud["late"] = "1 2"
     assert "worker 1 did not answer" in cloud.run("setup")
     cloud["late"] = "1 99"
-    assert "worker 1 of slice did not answer" in last_error(cloud.run("setup", code=1))
+    assert "worker 1 of slice did not answer" in last_error(cloud.run("setup", code=69))
 
   @pytest.mark.parametrize(
     "state,words",
