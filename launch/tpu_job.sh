@@ -141,8 +141,8 @@ stop() {
 }
 
 # judge sets RESULT from the workers' lines: running, finished, stopped, preempted, failed (with CODE and WORST), or mixed (some have
-# ended, some are still at it). The program says 75 when it was asked to stop, and 76 when another worker failed or is gone: the first
-# of its words that says more counts.
+# ended, some are still at it). The program says 75 when it was asked to stop (143: before it could listen), and 76 when another worker
+# failed or is gone: of such codes the first that says more counts.
 judge() {
   local states codes
   states=$(column 4 | sort -u | tr '\n' ' ') codes=$(column 5)
@@ -157,7 +157,7 @@ judge() {
   [ "$RESULT" = failed ] || return 0
   if [ "$(sort -u <<<"$codes")" = 0 ]; then
     RESULT=finished
-  elif grep -qx 75 <<<"$codes" || ! grep -qvxE '0|76' <<<"$codes"; then
+  elif grep -qxE '75|143' <<<"$codes" || ! grep -qvxE '0|76' <<<"$codes"; then
     RESULT=preempted
   else
     read -r WORST CODE <<<"$(awk '$5 != 0 && $5 != 76 { print $2, $5; exit }' <<<"$LINES_OF_WORKERS")"

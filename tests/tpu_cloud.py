@@ -99,6 +99,7 @@ case "$*" in
     printf '%s|%s\n' "${NOTE:-}" "$(cat "${GAMES:-/none}/game" 2>/dev/null)" >"$HOME/settings"
     trap 'echo asked to end; sleep 0.2; exit 75' TERM
     echo "the program begins"
+    echo $$ >"$HOME/ready"
     while [ -e "$STUB/hold" ]; do sleep 0.1; done
     number=$(hostname) number=${number##*-}
     exit "$(sed -n "$(wc -l <"$HOME/main")p" "$STUB/exits.$number" 2>/dev/null | grep . || echo 0)" ;;
@@ -196,6 +197,16 @@ class Cloud:
     end = time.monotonic() + 300
     while text not in self.worker(number, name) or not self.worker(number, name):
       assert time.monotonic() < end, f"worker {number} never wrote {text!r} into {name}"
+      time.sleep(0.05)
+
+  def wait_for_the_program(self, after=()):
+    """Waits until it listens to signals on all workers; its process ids there, none of them one of `after`."""
+    workers, end = range(int((self.stub / "workers").read_text())), time.monotonic() + 300
+    while True:
+      found = [self.worker(number, "ready").strip() for number in workers]
+      if all(found) and not set(found) & set(after):
+        return found
+      assert time.monotonic() < end, f"the program does not run on all workers: {found}"
       time.sleep(0.05)
 
   def close(self):

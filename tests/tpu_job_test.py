@@ -56,7 +56,7 @@ class TestRun:
   def test_it_outlives_the_connection_and_refuses_a_second_run(self, cloud):
     cloud["hold"] = ""
     cloud.run("run", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     assert "worker 1: running" in cloud.run("status")
     for verb in (("run", *PROGRAM), ("setup",), ("run", PROGRAM[0], "--workdir=gs://bucket/other")):
       assert f"a run is in progress on slice in {WORKDIR}" in one_error(cloud.run(*verb, code=1))
@@ -66,7 +66,7 @@ class TestRun:
     cloud["hold"] = ""
     cloud["late"] = "1 1 worker.sh start"  # worker 0 starts, worker 1 does not hear of it the first time
     assert "starting: worker 1 did not answer" in cloud.run("run", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     (start, again) = cloud.calls("tpu_worker.sh", "start")
     assert start == again
     assert cloud.worker(0, "main") == cloud.worker(1, "main") == words_of(PROGRAM)
@@ -97,7 +97,7 @@ class TestRun:
   def test_stop_lets_the_program_write_its_checkpoint(self, cloud):
     cloud["hold"] = ""
     cloud.run("run", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     assert "the slice stays and costs" in cloud.run("stop")
     out = cloud.run("status")
     assert out.count("stopped, exit code 75 (checkpoint written; resume)") == 2
@@ -110,7 +110,7 @@ class TestRun:
     python = cloud.stub / "worker-0" / ".seed_jax" / "venv" / "bin" / "python"
     python.write_text(python.read_text().replace("sleep 0.2; exit 75", ":"))
     cloud.run("run", *PROGRAM)
-    cloud.wait_for(0, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     cloud.run("stop", "--grace=1")
     assert "worker 0: stopped, exit code 137" in cloud.run("status")
 
@@ -118,7 +118,7 @@ class TestRun:
     assert "nothing was run here yet" in one_error(cloud.run("logs", code=1))
     cloud["hold"] = ""
     cloud.run("run", *PROGRAM)
-    cloud.wait_for(0, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     cloud["fail.tpu-vm.ssh"] = "255|Connection reset by peer"
     process = cloud.start("logs", "--follow")
     assert process.stdout.readline() == "[w0] the program begins\n"
@@ -138,7 +138,7 @@ class TestSecrets:
     manager = "--secret=WANDB=projects/mine/secrets/wandb/versions/3"
     out = cloud.run("run", *PROGRAM, "--secret=HF_TOKEN", manager, HF_TOKEN=SECRET)
     for worker in range(2):
-      cloud.wait_for(worker, "environment")
+      cloud.wait_for(worker, "ready")
       assert cloud.worker(worker, "environment").split()[:2] == [SECRET, "from-the-manager"]
       (cloud.stub / f"worker-{worker}" / "environment").unlink()
     calls = cloud.calls()
@@ -182,14 +182,11 @@ class TestKeepAlive:
   def test_a_preempted_slice_is_made_again_set_up_and_resumed(self, cloud):
     cloud["hold"] = ""
     process = cloud.start("run", "--keep-alive", *PROGRAM, "--secret=HF_TOKEN", HF_TOKEN=SECRET)
-    cloud.wait_for(1, ".seed_jax/run/pid")
-    supervisors = [cloud.worker(n, ".seed_jax/run/supervisor").strip() for n in range(2)]
+    before = cloud.wait_for_the_program()
     cloud.calls()
     cloud["next"] = "ACTIVE PREEMPTED\nSUSPENDING PREEMPTED\nSUSPENDED NONE"
-    while process.stdout.readline() and not cloud.calls("queued-resources create"):
-      pass
-    cloud.wait_for(1, ".seed_jax/run/pid")
-    assert [cloud.worker(n, ".seed_jax/run/supervisor").strip() for n in range(2)] != supervisors
+    cloud.wait_for_the_program(after=before)
+    assert len(cloud.calls("queued-resources create", "--spot")) == 1
     assert cloud.worker(1, "environment").split()[0] == SECRET
     cloud["hold"] = None
     rest, _ = process.communicate(timeout=600)
@@ -205,6 +202,10 @@ class TestKeepAlive:
   def test_the_worker_that_failed_is_named_not_those_that_noticed(self, cloud):
     cloud["exits.0"], cloud["exits.1"] = "76", "9"
     assert "the program failed on worker 1 of slice with exit code 9" in self.keep(cloud, code=9)
+
+  def test_a_program_ended_before_it_could_listen_starts_again(self, cloud):
+    cloud["exits.0"], cloud["exits.1"] = "143\n0", "76\n0"
+    assert "restart 1" in self.keep(cloud)
 
   def test_workers_that_lost_each_other_start_again(self, cloud):
     cloud["exits.0"], cloud["exits.1"] = "76\n0", "76\n0"
@@ -228,13 +229,10 @@ class TestKeepAlive:
   def test_code_that_is_changed_meanwhile_is_not_sent(self, cloud):
     cloud["hold"] = ""
     process = cloud.start("run", "--keep-alive", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
-    cloud.calls()
+    before = cloud.wait_for_the_program()
     (cloud.root / "configs" / "quickstart.py").write_text("broken")
     cloud["next"] = "SUSPENDED NONE"
-    while process.stdout.readline() and not cloud.calls("queued-resources create"):
-      pass
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program(after=before)
     cloud["hold"] = None
     process.communicate(timeout=600)
     assert cloud.worker(1, ".seed_jax/code/configs/quickstart.py") == '"""Quick."""\n'
@@ -242,7 +240,7 @@ class TestKeepAlive:
   def test_a_slice_that_is_deleted_stays_deleted(self, cloud):
     cloud["hold"] = ""
     process = cloud.start("run", "--keep-alive", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     cloud.run("delete", "--force")
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 1 and "was deleted elsewhere" in last_error(out)
@@ -268,7 +266,7 @@ class TestKeepAlive:
   def test_a_stop_ends_it(self, cloud):
     cloud["hold"] = ""
     process = cloud.start("run", "--keep-alive", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     cloud.run("stop")
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "the run was stopped; resume goes on" in out
@@ -324,7 +322,7 @@ class TestAfterwards:
   def test_delete_spares_a_run_in_progress(self, cloud):
     cloud["hold"] = ""
     cloud.run("run", *PROGRAM)
-    cloud.wait_for(1, ".seed_jax/run/pid")
+    cloud.wait_for_the_program()
     assert "a run is in progress on slice" in one_error(cloud.run("delete", code=1))
     assert cloud.calls("queued-resources delete") == []
     assert "slice is deleted" in cloud.run("delete", "--force")
