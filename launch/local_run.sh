@@ -6,7 +6,7 @@
 #   bash launch/local_run.sh --workdir=/data/run1 --config.seed=1     everything else goes to `python -m seed_jax.main`
 #
 # PYTHON= chooses the interpreter, VENV= the environment's folder (see common.sh). A config that needs more packages says so in a
-# line `# extras: NAME...`, which is installed too.
+# line `# extras: NAME...`, which is installed too, and so is what EXTRAS=NAME,... names (EXTRAS=tpu on a TPU machine).
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -50,9 +50,11 @@ if [ -z "$workdir" ]; then
 fi
 
 extras=()
+more=()
+IFS=, read -r -a more <<<"${EXTRAS:-}"
 if [ -f "${config%%:*}" ]; then
   read -r -a extras <<<"$(sed -n 's/^# extras: *//p' "${config%%:*}" | head -n 1)"
 fi
 
-prepare ${extras[@]+"${extras[@]}"}
+prepare ${extras[@]+"${extras[@]}"} ${more[@]+"${more[@]}"}
 exec "$RUNNER" -m seed_jax.main ${defaults[@]+"${defaults[@]}"} ${given[@]+"${given[@]}"}

@@ -205,6 +205,12 @@ def test_a_config_names_the_extras_that_it_needs(place):
   assert place.calls("pip") == []
 
 
+def test_the_environment_names_more_extras(place):
+  place.run(EXTRAS="tpu,alfworld")
+  (installed,) = place.calls("pip")
+  assert installed[-1] == f"{place.root}[tpu,alfworld]"
+
+
 def test_python_can_be_chosen(place):
   place.python("python3.12", "3.12.1")
   place.run(PYTHON="python3.12")
@@ -304,10 +310,13 @@ def test_the_tests_script_fails_for_lint_and_for_tests(place):
   place.run("launch/test.sh", code=5)
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+SHELLCHECK = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(not SHELLCHECK, reason="shellcheck is not installed")
 def test_the_scripts_pass_shellcheck():
   scripts = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
-  found = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+  found = subprocess.run([SHELLCHECK, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
   assert found.returncode == 0, found.stdout
 
 

@@ -1,0 +1,314 @@
+#!/usr/bin/env bash
+# What launch/tpu_run.sh is made of: the table of slices, calls of gcloud, their errors in one line, and the workers. Sourced, never
+# run. A function leaves its answer in a variable in capitals (OUT, ERR, STATE, NODE, WORKERS), so that `fail` ends the script from
+# wherever it is called.
+# shellcheck disable=SC2034
+
+SSH_TRIES=${TPU_SSH_TRIES:-6} # attempts at a worker that refuses
+BACKOFF=${TPU_BACKOFF:-5}     # seconds before the second attempt; doubled each time, at most 60
+POLL=${TPU_POLL:-30}          # seconds between looks at a slice or a run
+UNREACHABLE=69                # our exit code where ssh was refused to the end
+OUT="" ERR="" STATE="" NODE="" WORKERS=0 EXPECT="" FEED=""
+
+say() { printf 'seed_jax%s: %s\n' "${DRY:+ (dry run)}" "$*"; }
+warn() { printf '%s\n' "$*" >&2; }
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# ---------------------------------------------------------------- the table of slices
+
+# slice GENERATION:SHAPE sets TYPE (what gcloud calls it), RUNTIME (the image), CHIPS and WORKERS (virtual machines). The shapes are
+# those that the accelerator type alone stands for, up to 512 chips. v4 and v5p are counted in cores, two a chip.
+slice() {
+  local cores=1 most=4 prefix shapes
+  case $1 in
+    v4:*) prefix=v4 cores=2 RUNTIME=tpu-ubuntu2204-base shapes="2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8" ;;
+    v5p:*) prefix=v5p cores=2 RUNTIME=v2-alpha-tpuv5 shapes="2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8" ;;
+    v5e:*) prefix=v5litepod most=8 RUNTIME=v2-alpha-tpuv5-lite shapes="1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16" ;;
+    v6e:*) prefix=v6e most=8 RUNTIME=v2-alpha-tpuv6e shapes="1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16" ;;
+    *) fail "unknown topology '$1'; write GENERATION:SHAPE with v4, v5e, v5p or v6e, for example v5e:4x4" ;;
+  esac
+  case " $shapes " in
+    *" ${1#*:} "*) ;;
+    *) fail "unknown topology '$1'; ${1%%:*} comes as $shapes" ;;
+  esac
+  local product=${1#*:}
+  CHIPS=$((${product//x/*}))
+  TYPE=$prefix-$((CHIPS * cores))
+  # one machine where the chips fit into one (8 of v5e and v6e), else 4 chips on each
+  if [ "$CHIPS" -le "$most" ]; then WORKERS=1; else WORKERS=$((CHIPS / 4)); fi
+}
+
+# ---------------------------------------------------------------- gcloud
+
+# Prints a command as it can be pasted into a shell.
+show() {
+  local word line="" quote="'" escaped="'\\''"
+  for word in "$@"; do
+    case $word in "" | *[!A-Za-z0-9_./:=,@+-]*) word="'${word//$quote/$escaped}'" ;; esac
+    line="$line $word"
+  done
+  printf '%s\n' "${line# }"
+}
+
+# cloud ARGUMENT...: gcloud without questions; the answer in OUT, complaints in ERR. Its stdin is what the function named by FEED
+# writes, or empty: ssh would eat ours.
+cloud() {
+  local code=0
+  OUT="" ERR=""
+  if [ -n "$DRY" ]; then
+    show gcloud "$@" --quiet
+    return 0
+  fi
+  ${FEED:-:} | gcloud "$@" --quiet >"$TEMP/out" 2>"$TEMP/err" || code=$?
+  OUT=$(cat "$TEMP/out") ERR=$(cat "$TEMP/err")
+  return "$code"
+}
+
+# explain WHAT: ends with one line for what gcloud said last, and what to do about it.
+explain() {
+  local said
+  said=$(grep -m 1 '^error: ' <<<"$ERR" || true) # of a worker: written for the user
+  [ -z "$said" ] || fail "$1: ${said#error: }"
+  said=$(sed -n '/ERROR/,$p' <<<"$ERR" | tr -s ' \n' ' ') # an error may go over several lines
+  [ -n "$said" ] || said=$(grep -v '^ *$' <<<"$ERR" | tail -n 1 || true)
+  said="gcloud said: ${said:0:300}"
+  said=${said% }
+  case $ERR in
+    *"not present in the SSH agent"*)
+      fail "$1: your ssh key is not in the agent; run: ssh-add ~/.ssh/google_compute_engine"
+      ;;
+    *SERVICE_DISABLED* | *"has not been used in project"*)
+      fail "$1: the project has no Cloud TPU API; run: gcloud services enable tpu.googleapis.com --project=$PROJECT"
+      ;;
+    *[Qq]uota* | *RESOURCE_EXHAUSTED*)
+      fail "$1: quota: project $PROJECT may not have these chips in $ZONE; ask for TPU quota in the console (IAM, Quotas; spot and on-demand count apart) or choose another --zone ($said)"
+      ;;
+    *"no more capacity"* | *"reserved capacity"* | *stockout*)
+      fail "$1: no capacity in $ZONE now; try later, --spot, or another --zone ($said)"
+      ;;
+    *PERMISSION_DENIED* | *"does not have permission"*)
+      fail "$1: not allowed: your account needs roles/tpu.admin and roles/iam.serviceAccountUser in $PROJECT ($said)"
+      ;;
+    *"ccelerator type"* | *"cceleratorType"*)
+      fail "$1: $ZONE has no ${TYPE:-such slice}; see: gcloud compute tpus accelerator-types list --zone=$ZONE ($said)"
+      ;;
+    *"gcloud auth login"* | *"re-auth"* | *"Reauthentication"*) fail "not logged in; run: gcloud auth login" ;;
+    *) fail "$1 ($said)" ;;
+  esac
+}
+
+missing() { case $ERR in *NOT_FOUND* | *"not found"*) ;; *) return 1 ;; esac }
+refused() {
+  ! grep -q '^error: ' <<<"$ERR" || return 1 # a worker has spoken
+  case $1:$ERR in
+    255:* | *"return code [255]"* | *"onnection refused"* | *"timed out"* | *"onnection closed"* | *"onnection reset"*) ;;
+    *) return 1 ;;
+  esac
+}
+
+# Finds gcloud, the account, PROJECT and ZONE, or says in one line what is missing.
+check() {
+  [ -n "$NAME" ] || fail "the slice has no name; give --name=NAME or set TPU_NAME"
+  case $NAME in
+    *[!a-z0-9-]* | [!a-z]* | *-) fail "the name '$NAME' will not do: small letters, digits and dashes, a letter first" ;;
+  esac
+  if [ -z "$DRY" ]; then
+    command -v gcloud >/dev/null 2>&1 ||
+      fail "gcloud is missing; install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install) and run: gcloud init"
+    cloud auth list --filter=status:ACTIVE '--format=value(account)' || explain "gcloud does not work"
+    [ -n "$OUT" ] || fail "not logged in; run: gcloud auth login"
+    if [ -z "$PROJECT" ]; then
+      cloud config get-value project || true
+      PROJECT=${OUT/"(unset)"/}
+    fi
+    if [ -z "$ZONE" ]; then
+      cloud config get-value compute/zone || true
+      ZONE=${OUT/"(unset)"/}
+    fi
+  fi
+  [ -n "$PROJECT" ] || fail "no project; give --project=ID, set PROJECT, or run: gcloud config set project ID"
+  [ -n "$ZONE" ] || fail "no zone; give --zone=ZONE, set ZONE, or run: gcloud config set compute/zone ZONE"
+  WHERE=(--project="$PROJECT" --zone="$ZONE")
+}
+
+# look: STATE of the queued resource (NONE: there is none), its TYPE_THERE, NODE (the slice itself) and WORKERS. 1: gcloud failed.
+look() {
+  local rest
+  STATE="" NODE="" TYPE_THERE=""
+  if cloud compute tpus queued-resources describe "$NAME" "${WHERE[@]}" \
+    '--format=value(state.state,tpu.nodeSpec[0].node.acceleratorType)'; then
+    read -r STATE TYPE_THERE <<<"$OUT" || true
+  elif missing; then
+    STATE=NONE
+  else
+    return 1
+  fi
+  if cloud compute tpus tpu-vm describe "$NAME" "${WHERE[@]}" '--format=value(state,networkEndpoints.len())'; then
+    read -r NODE rest <<<"$OUT" || true
+    [ -z "$rest" ] || WORKERS=$rest
+  elif missing; then
+    NODE=NONE
+  else
+    return 1
+  fi
+  if [ -n "$DRY" ]; then
+    STATE=${DRY_STATE:-ACTIVE} NODE=${DRY_NODE:-READY}
+    if [ -n "$TOPOLOGY" ]; then slice "$TOPOLOGY"; else WORKERS=1; fi
+  fi
+}
+
+# Ends unless the slice is there and ready.
+need_slice() {
+  look || explain "cannot look at $NAME"
+  case $STATE/$NODE in
+    */READY) ;;
+    NONE/NONE) fail "there is no slice $NAME in $ZONE of $PROJECT; run: bash launch/tpu_run.sh create --name=$NAME" ;;
+    SUSPEND*/* | FAILED/* | */PREEMPTED | */TERMINATED)
+      fail "$NAME is gone (request $STATE, slice $NODE); run: bash launch/tpu_run.sh resume --name=$NAME"
+      ;;
+    *) fail "$NAME is not ready (request $STATE, slice $NODE); wait for it with: bash launch/tpu_run.sh create --name=$NAME" ;;
+  esac
+}
+
+# ---------------------------------------------------------------- the workers
+
+# stubborn WHAT COMMAND...: a cloud call through ssh, tried again with growing pauses where ssh is refused or a worker is late. The
+# command must bear a repeat. Ends when the attempts are used up; returns the code of any other failure.
+stubborn() {
+  local what=$1 try=1 pause=$BACKOFF code late
+  shift
+  while :; do
+    code=0
+    cloud "$@" || code=$?
+    late=$(late_workers)
+    [ "$code" -ne 0 ] || [ -n "$late" ] || return 0
+    if [ "$code" -ne 0 ] && ! refused "$code"; then return "$code"; fi
+    if [ "$try" -ge "$SSH_TRIES" ]; then
+      warn "error: $what: ${late:+worker $late of $NAME did not answer: }ssh was refused $SSH_TRIES times; is port 22 open (firewall rule default-allow-ssh, or --iap), and is the machine up (status)?$(last_words)"
+      exit "$UNREACHABLE"
+    fi
+    warn "seed_jax: $what: ${late:+worker $late did not answer, }ssh was refused; attempt $((try + 1)) of $SSH_TRIES in $pause s"
+    sleep "$pause"
+    pause=$((pause * 2 < 60 ? pause * 2 : 60)) try=$((try + 1))
+  done
+}
+
+last_words() {
+  local said
+  said=$(grep -iE 'refused|denied|timed out|closed|reset|\[255\]' <<<"$ERR" | tail -n 1 || true)
+  [ -z "$said" ] || printf ' (gcloud said: %s)' "${said:0:200}"
+}
+
+# The numbers of the workers that owe an @worker line, for commands that make them write one.
+late_workers() {
+  local worker late=""
+  [ -n "$EXPECT" ] && [ -z "$DRY" ] || return 0
+  for ((worker = 0; worker < WORKERS; worker++)); do
+    grep -q "^@worker $worker " <<<"$OUT" || late="$late${late:+, }$worker"
+  done
+  printf '%s' "$late"
+}
+
+# ssh_to WHICH COMMAND sets CALL, what gcloud is called with for a command (empty: a shell) on one worker or on `all`.
+ssh_to() {
+  CALL=(${TRACK:+"$TRACK"} compute tpus tpu-vm ssh "$NAME" "${WHERE[@]}" ${ROUTE[@]+"${ROUTE[@]}"} --worker="$1" ${2:+"--command=$2"})
+}
+
+# on_workers WHAT WHICH COMMAND runs a command on one worker or on `all`; one @worker line of each is expected from all.
+on_workers() {
+  EXPECT=""
+  [ "$2" != all ] || EXPECT=yes
+  ssh_to "$2" "$3"
+  stubborn "$1" "${CALL[@]}"
+}
+
+REMOTE="bash ~/.seed_jax/launch/tpu_worker.sh"
+# Every worker says what it is doing; one without our code says `none`.
+# shellcheck disable=SC2016 # expanded there
+PROBE='w=~/.seed_jax/launch/tpu_worker.sh; if [ -f $w ]; then bash $w status; exit; fi
+h=$(hostname); h=${h##*-w-}; echo "@worker ${h%%.*} none idle - - -"'
+
+probe() {
+  on_workers "asking the workers" all "$PROBE" || explain "the workers cannot be asked"
+  if [ -n "$DRY" ]; then OUT=$(for ((i = 0; i < WORKERS; i++)); do echo "@worker $i none idle - - -"; done); fi
+  read_lines
+}
+read_lines() { LINES_OF_WORKERS=$(grep '^@worker ' <<<"$OUT" | sort -u -k 2,2n || true); }
+
+# column N: that part of every worker's line: 3 fingerprint, 4 state, 5 exit code, 6 run, 7- workdir
+column() { cut -d ' ' -f "$1" <<<"$LINES_OF_WORKERS"; }
+
+# The files that are sent: what git knows or would add, without what lies in ignored folders; each that exists.
+files() {
+  (
+    cd "$ROOT" || exit 1
+    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+      git ls-files -co --exclude-standard
+    else
+      find ./*.* LICENSE seed_jax envs configs launch benchmarks docs -type f ! -name '*.pyc' 2>/dev/null || true
+    fi | sort | while IFS= read -r file; do [ ! -f "$file" ] || printf '%s\n' "$file"; done
+  )
+}
+
+# A hash of the code and of what shall be installed with it.
+fingerprint() {
+  local sum="shasum -a 256"
+  ! command -v sha256sum >/dev/null 2>&1 || sum=sha256sum
+  (
+    cd "$ROOT" || exit 1
+    printf '%s\n' "$PYTHON_VERSION" "$@"
+    # shellcheck disable=SC2086
+    files | tr '\n' '\0' | xargs -0 $sum
+  ) | $sum | cut -c 1-16
+}
+
+# ---------------------------------------------------------------- what is remembered of a slice
+
+# `create` and `run` write their settings down, one KEY=VALUE a line, so that `resume` needs no more than the name. Secrets are
+# remembered by name only.
+memory() { printf '%s' "${SEED_JAX_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/seed_jax/tpu}/$NAME"; }
+
+remember() {
+  local file word
+  [ -z "$DRY" ] || return 0
+  file=$(memory)
+  mkdir -p "$(dirname "$file")"
+  {
+    printf '%s\n' "project=$PROJECT" "zone=$ZONE" "topology=$TOPOLOGY" "extras=$EXTRAS" "python=$PYTHON_VERSION" "cache=$CACHE"
+    for word in ${REQUEST[@]+"${REQUEST[@]}"}; do printf 'request=%s\n' "$word"; done
+    for word in ${ROUTE[@]+"${ROUTE[@]}"}; do printf 'route=%s\n' "$word"; done
+    for word in ${SECRETS[@]+"${SECRETS[@]}"}; do printf 'secret=%s\n' "$word"; done
+    for word in ${SETTINGS[@]+"${SETTINGS[@]}"}; do printf 'setting=%s\n' "$word"; done
+    for word in ${PROGRAM[@]+"${PROGRAM[@]}"}; do printf 'program=%s\n' "$word"; done
+  } >"$file.new"
+  mv "$file.new" "$file"
+}
+
+# Fills what this command line leaves open. Lists are taken over whole or not at all.
+recall() {
+  local line request=() route=() secret=() setting=() program=()
+  [ -f "$(memory)" ] || return 0
+  while IFS= read -r line; do
+    case $line in
+      project=*) PROJECT=${PROJECT:-${line#*=}} ;;
+      zone=*) ZONE=${ZONE:-${line#*=}} ;;
+      topology=*) TOPOLOGY=${TOPOLOGY:-${line#*=}} ;;
+      extras=*) EXTRAS=${EXTRAS:-${line#*=}} ;;
+      python=*) PYTHON_VERSION=${PYTHON_VERSION:-${line#*=}} ;;
+      cache=*) CACHE=${CACHE:-${line#*=}} ;;
+      request=*) request+=("${line#*=}") ;;
+      route=*) route+=("${line#*=}") ;;
+      secret=*) secret+=("${line#*=}") ;;
+      setting=*) setting+=("${line#*=}") ;;
+      program=*) program+=("${line#*=}") ;;
+    esac
+  done <"$(memory)"
+  [ ${#REQUEST[@]} -gt 0 ] || REQUEST=(${request[@]+"${request[@]}"})
+  [ ${#ROUTE[@]} -gt 0 ] || ROUTE=(${route[@]+"${route[@]}"})
+  [ ${#SECRETS[@]} -gt 0 ] || SECRETS=(${secret[@]+"${secret[@]}"})
+  [ ${#SETTINGS[@]} -gt 0 ] || SETTINGS=(${setting[@]+"${setting[@]}"})
+  [ ${#PROGRAM[@]} -gt 0 ] || PROGRAM=(${program[@]+"${program[@]}"})
+}

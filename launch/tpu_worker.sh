@@ -1,0 +1,210 @@
+#!/usr/bin/env bash
+# The part of launch/tpu_run.sh that runs on the workers of a slice; it is sent there with the code and never called by hand.
+#
+#   status                         one line: @worker NUMBER FINGERPRINT STATE CODE RUN WORKDIR
+#   setup FINGERPRINT PYTHON [EXTRA...]   unpacks ~/seed_jax.tgz and installs
+#   secrets COUNT                  NAME=VALUE records, NUL after each, from stdin into memory, for the next start
+#   data NAME gs://FOLDER          copies a folder to this machine, for start --data=NAME
+#   start RUN [--cache=FOLDER] [--env=NAME=VALUE]... [--data=NAME]... [--secret=NAME=projects/...]... -- ARGUMENT...
+#   stop SECONDS [quiet]           SIGTERM, then SIGKILL after so many seconds; quiet: as if it had ended by itself
+#   logs LINES [follow]
+#   pack FOLDER [all]              the results in FOLDER as a tar file on stdout
+#
+# STATE is idle (nothing was run), running, ended, stopped (by `stop`) or lost (no exit code: the machine went away). CODE is the
+# program's exit code, which lies in run/exit_code. Every verb may be repeated: an ssh connection may break after the work is done.
+set -euo pipefail
+
+BASE=${SEED_JAX_HOME:-$HOME/.seed_jax}
+RUN=$BASE/run
+MEMORY=${SEED_JAX_MEMORY:-/dev/shm}/seed_jax.$(id -un) # a file system in memory: secrets touch no disk
+mkdir -p "$BASE" "$BASE/logs"
+
+number() {
+  local name
+  name=$(hostname)
+  name=${name##*-w-}
+  name=${name%%.*}
+  case $name in
+    "" | *[!0-9]*)
+      curl -sf -m 5 -H 'Metadata-Flavor: Google' \
+        http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number || echo 0
+      ;;
+    *) echo "$name" ;;
+  esac
+}
+
+fail() {
+  printf 'error: worker %s: %s\n' "$(number)" "$*" >&2
+  exit 1
+}
+
+read_or() { cat "$1" 2>/dev/null || printf '%s' "$2"; }
+
+# The supervisor holds this lock as long as it lives, whatever happens to the ssh connection that started it.
+running() { ! flock -n "$BASE/lock" true; }
+
+status() {
+  local state=idle
+  if running; then
+    state=running
+  elif [ -e "$RUN/stopped" ]; then
+    state=stopped
+  elif [ -e "$RUN/exit_code" ]; then
+    state=ended
+  elif [ -e "$RUN/id" ]; then
+    state=lost
+  fi
+  printf '@worker %s %s %s %s %s %s\n' "$(number)" "$(read_or "$BASE/ready" none)" "$state" \
+    "$(read_or "$RUN/exit_code" -)" "$(read_or "$RUN/id" -)" "$(read_or "$RUN/workdir" -)"
+}
+
+# Prints a Python of that version. The images of Cloud TPU come with 3.10; uv brings a newer one without root.
+find_python() {
+  if "python$1" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+    command -v "python$1"
+  else
+    export UV_PYTHON_PREFERENCE=only-managed
+    if [ ! -x "$BASE/bin/uv" ]; then
+      curl -LsSf https://astral.sh/uv/install.sh | UV_INSTALL_DIR=$BASE/bin UV_NO_MODIFY_PATH=1 sh >&2 ||
+        fail "cannot fetch uv for Python $1; has the slice a way to the internet (external addresses or Cloud NAT)?"
+    fi
+    "$BASE/bin/uv" python install "$1" >&2 || fail "uv could not install Python $1"
+    "$BASE/bin/uv" python find "$1"
+  fi
+}
+
+setup() {
+  local print=$1 version=$2
+  shift 2
+  [ "$(read_or "$BASE/ready" none)" != "$print" ] || return 0
+  running && fail "a run is in progress in $(read_or "$RUN/workdir" '?')"
+  rm -rf "$BASE/ready" "$BASE/new"
+  mkdir "$BASE/new"
+  tar -xzf "$HOME/seed_jax.tgz" -C "$BASE/new" || fail "the code did not arrive whole"
+  rm -rf "$BASE/code"
+  mv "$BASE/new" "$BASE/code"
+  PYTHON=$(find_python "$version") || fail "no Python $version"
+  export PYTHON VENV=$BASE/venv
+  # shellcheck source=launch/common.sh
+  if ! (set -e && . "$BASE/code/launch/common.sh" && prepare tpu "$@") 2>"$BASE/setup.log"; then
+    sed "s/^error: /error: worker $(number): /" "$BASE/setup.log" >&2
+    exit 1
+  fi
+  echo "$print" >"$BASE/ready"
+}
+
+start() {
+  local id=$1 workdir="" item variable place version cache=""
+  shift
+  exec 9>"$BASE/lock"
+  if ! flock -n 9; then
+    exec 9>&-
+    return 0 # the caller sees in the status whose run it is
+  fi
+  if [ -e "$RUN/id" ] && [ "$(cat "$RUN/id")" = "$id" ]; then
+    exec 9>&-
+    return 0 # this very run was started and is over
+  fi
+  if [ -f "$MEMORY" ]; then
+    while IFS= read -r -d '' item; do export "${item?}"; done <"$MEMORY"
+    rm -f "$MEMORY"
+  fi
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    case $1 in
+      --cache=*) cache=${1#*=} ;;
+      --env=*) export "${1#--env=}" ;;
+      --data=*) export "${1#--data=}=$BASE/data/${1#--data=}" ;;
+      --secret=*)
+        variable=${1#--secret=}
+        place=${variable#*=} variable=${variable%%=*} version=latest
+        case $place in */versions/*) version=${place##*/} place=${place%/versions/*} ;; esac
+        item=$(gcloud secrets versions access "$version" --secret="${place##*/}" --project="$(cut -d/ -f2 <<<"$place")") ||
+          fail "cannot read $place: the slice's service account needs roles/secretmanager.secretAccessor, and its scopes cloud-platform"
+        export "$variable=$item"
+        ;;
+    esac
+    shift
+  done
+  shift
+  for item in "$@"; do case $item in --workdir=*) workdir=${item#*=} ;; esac done
+  [ -z "$cache" ] || export SEED_JAX_CACHE="$cache"
+  rm -rf "$RUN"
+  mkdir -p "$RUN"
+  printf '%s\n' "$workdir" >"$RUN/workdir"
+  setsid bash "${BASH_SOURCE[0]}" supervise "$id" "$@" </dev/null >>"$BASE/logs/$id.log" 2>&1 &
+  exec 9>&-
+  for _ in $(seq 100); do [ -s "$RUN/id" ] || sleep 0.1; done
+}
+
+# Runs the program, outlives the ssh connection and writes the exit code down. When the machine is taken away, the system sends
+# SIGTERM to the program itself; this shell only has to live until the program has put its checkpoint in safety.
+supervise() {
+  local child code=0
+  trap : TERM HUP INT
+  echo $$ >"$RUN/supervisor"
+  echo "$1" >"$RUN/id" # from here on this run has been started, whoever asks
+  shift
+  cd "$BASE/code"
+  "$BASE/venv/bin/python" -m seed_jax.main "$@" 9>&- &
+  child=$!
+  echo "$child" >"$RUN/pid"
+  while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends `wait` early
+  wait "$child" || code=$?
+  echo "seed_jax: the program ended with exit code $code"
+  echo "$code" >"$RUN/exit_code.new"
+  mv "$RUN/exit_code.new" "$RUN/exit_code"
+}
+
+stop() {
+  local left=$1
+  running || return 0
+  [ "${2:-}" = quiet ] || touch "$RUN/stopped"
+  [ ! -s "$RUN/pid" ] || kill -TERM "$(cat "$RUN/pid")" 2>/dev/null || true
+  while running && [ "$left" -gt 0 ]; do
+    sleep 1
+    left=$((left - 1))
+  done
+  if running; then
+    [ ! -s "$RUN/supervisor" ] || kill -KILL -- "-$(cat "$RUN/supervisor")" 2>/dev/null || true
+    echo 137 >"$RUN/exit_code"
+    for _ in 1 2 3 4 5; do ! running || sleep 1; done
+  fi
+}
+
+logs() {
+  local log follow=()
+  log=$BASE/logs/$(read_or "$RUN/id" none).log
+  [ -f "$log" ] || fail "nothing was run here yet"
+  [ "${2:-}" != follow ] || follow=(-F --pid="$(read_or "$RUN/supervisor" 1)")
+  if [ "${2:-}" = follow ] && ! running; then follow=(); fi
+  tail -n "$1" ${follow[@]+"${follow[@]}"} "$log" 2>/dev/null | sed -u "s/^/[w$(number)] /"
+}
+
+pack() {
+  local name names=()
+  cd "$1" || fail "there is no folder $1"
+  if [ "${2:-}" = all ]; then
+    names=(.)
+  else
+    for name in *.html *.json *.jsonl *.md policy/final; do [ ! -e "$name" ] || names+=("$name"); done
+  fi
+  [ ${#names[@]} -gt 0 ] || fail "there is nothing to fetch in $1 yet"
+  tar -cf - "${names[@]}"
+}
+
+data() {
+  mkdir -p "$BASE/data/$1"
+  gcloud storage rsync "$2" "$BASE/data/$1" --recursive --quiet >/dev/null ||
+    fail "cannot copy $2: does it exist, and has the slice's service account roles/storage.objectViewer on the bucket?"
+}
+
+secrets() {
+  rm -f "$MEMORY"
+  (umask 077 && cat >"$MEMORY")
+  [ "$(tr -cd '\0' <"$MEMORY" | wc -c)" -eq "$1" ] || fail "not all secrets arrived"
+}
+
+verb=$1
+shift
+"$verb" "$@"
+case $verb in setup | data | start | stop | secrets) status ;; esac
