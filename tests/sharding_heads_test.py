@@ -99,5 +99,5 @@ def test_heads_that_neither_divide_nor_repeat_are_refused_with_the_numbers():
     ValueError, match=r"4 key/value heads neither divide over tp=6 .* choose a tp that divides 4 or is"
   ):
     sharding.put_params(params_of(config), sharding.make_mesh(1, 1, 6))
-  with pytest.raises(ValueError, match=r"layers/q \(2, 96, 12, 8\): heads=12 does not divide over \('tp',\)=8"):
+  with pytest.raises(ValueError, match=r"layers/o \(2, 12, 8, 96\): heads=12 does not divide over \('tp',\)=8"):
     sharding.check_divisible({"layers": params_of(config)["layers"]}, sharding.make_mesh(1, 1, 8))
