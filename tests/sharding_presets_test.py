@@ -65,16 +65,16 @@ def batch_of(mesh, shape, skill_length):
 
 
 def learners():
-  """(model, mesh, remat, moments) of the shipped presets, each once, with the first topology that has it."""
+  """Of the shipped presets those with another model or mesh than the ones before them."""
   found = {}
   for model, topology in tpu.shipped():
     c = alfworld.get_config(f"{model},{topology}")
-    found.setdefault((model, *c.mesh.values(), c.model.remat, c.train.optimizer.moment_dtype), (model, topology))
+    found.setdefault((model, *c.mesh.values()), (model, topology))
   return list(found.values())
 
 
 def actors():
-  """The same for what the engine runs on: (model, mesh of a host, slots of a host)."""
+  """The same for what the engine runs on: the mesh of a host and its slots."""
   found = {}
   for model, topology in tpu.shipped():
     c = alfworld.get_config(f"{model},{topology}")
