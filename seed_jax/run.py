@@ -19,7 +19,7 @@ from seed_jax import decode, library, methods, sharding, skills, text
 from seed_jax.batching import RowShape
 from seed_jax.engine import Engine
 from seed_jax.metrics import read_json, write_json
-from seed_jax.models import hf
+from seed_jax.models import hf, presets
 from seed_jax.models.config import ModelConfig
 from seed_jax.optimizer import OptimizerConfig, make_optimizer
 from seed_jax.rollout import Episode, Prompter, Reading, Setting, analyze_episodes, play, task_number
@@ -51,6 +51,8 @@ class Run(Workdir):
     methods.get(c.method)
     if c.model.path:
       resolve_model(c.model.path)
+    if c.model.get("preset"):
+      presets.get(c.model.preset)
     if c.rollout.mode not in MODES:
       raise ConfigError(f"config.rollout.mode={c.rollout.mode!r} is unknown; choose one of {', '.join(MODES)}")
     if c.analysis.ask not in ASKS:
@@ -88,6 +90,8 @@ class Run(Workdir):
   def load_policy(self, name: str) -> tuple[ModelConfig, dict]:
     """A policy's shape and its parameters on the mesh; a host reads no more than its share into memory."""
     config, params = hf.load_sharded(str(self.policy_path(name)), self.mesh)
+    if self.config.model.get("preset"):
+      presets.check(self.config.model.preset, config)
     return self.runtime(config), params
 
   def runtime(self, config: ModelConfig) -> ModelConfig:
@@ -221,16 +225,8 @@ class Run(Workdir):
     return tasks
 
   def row_shapes(self, section) -> tuple[RowShape, ...]:
-    """Row shapes of a config section: micro-batches of about `micro_tokens` tokens; with `skill_room` (a fraction) the
-    skill rows are so much longer than the ordinary ones, which the room for skills would leave unfilled.
-    """
-    rows = sharding.num_row_shards(self.mesh)
-    shapes = []
-    for length in section.row_lengths:
-      count = max(section.micro_tokens // length // rows, 1) * rows
-      responses = max(int(length * section.response_fraction), 1)
-      shapes.append(RowShape(length, responses, count, int(length * (1 + section.get("skill_room", 0.0)))))
-    return tuple(shapes)
+    """Row shapes of a config section on this run's mesh."""
+    return row_shapes(section, sharding.num_row_shards(self.mesh))
 
   # -- helpers --
 
@@ -238,8 +234,32 @@ class Run(Workdir):
     return functools.partial(text.find_stop, self.tokenizer, stop_strings=strings) if strings else None
 
 
+def row_shapes(section, rows: int) -> tuple[RowShape, ...]:
+  """Row shapes of a config section over so many row shards: micro-batches of about `micro_tokens` tokens; with
+  `skill_room` (a fraction) the skill rows are so much longer than the ordinary ones, which the room for skills would
+  leave unfilled.
+  """
+  shapes = []
+  for length in section.row_lengths:
+    count = max(section.micro_tokens // length // rows, 1) * rows
+    responses = max(int(length * section.response_fraction), 1)
+    shapes.append(RowShape(length, responses, count, int(length * (1 + section.get("skill_room", 0.0)))))
+  return tuple(shapes)
+
+
 def _readable(trajectories):
   return [t for t in trajectories if t.turns and not t.error]
+
+
+def preset_model(config: ConfigDict) -> ModelConfig:
+  """The policy's shape with the run's compute settings where no weights are needed: that of config.model.preset.
+
+  Raises ConfigError where the config names none.
+  """
+  m = config.model
+  if not m.get("preset"):
+    raise ConfigError(f"config.model.preset is empty: the policy's sizes; choose {', '.join(presets.PRESETS)}")
+  return dataclasses.replace(presets.get(m.preset), dtype=m.dtype, scan_layers=m.scan_layers, remat=m.remat)
 
 
 def optimizer_config(section) -> OptimizerConfig:
