@@ -26,6 +26,7 @@ def optimizer(**changes) -> ConfigDict:
     warmup=0.05,
     adam_rate=0.15,
     final_fraction=0.1,
+    moment_dtype="float32",
   )
   return ConfigDict(values | changes)
 
@@ -36,10 +37,12 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.method = method
   c.start = ""  # work directory of a run whose SFT checkpoint this one shall start from
   c.mesh = ConfigDict(dict(data=1, fsdp=1, tp=1))
+  c.actor_mesh = ConfigDict(dict(data=0, fsdp=1, tp=0))  # of each host, for the engine; 0: the learner's mesh
   c.benchmark = ConfigDict(dict(name="household", options=ConfigDict()))
 
   c.model = ConfigDict()
   c.model.path = ""  # empty: the `base` stage makes the starting policy
+  c.model.preset = ""  # of seed_jax/models/presets.py: the sizes of the weights at `path`, known without them
   c.model.dtype = "float32"
   c.model.scan_layers = False  # True on accelerators: one compiled layer; unrolled is faster on a CPU
   c.model.remat = "none"  # full | dots | ...: what the backward pass computes again instead of keeping

@@ -18,7 +18,7 @@ from seed_jax.batching import Sample
 from seed_jax.metrics import say
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
-from seed_jax.run import Run, process_seed
+from seed_jax.run import ConfigError, Run, process_seed
 from seed_jax.supervised import fit
 
 JSON_PIECES = ('{"episode_summary": "', '", "episode_skill": "', '"}')  # the fixed parts of an analysis
@@ -33,6 +33,11 @@ def run_base(run: Run) -> dict:
   started = time.monotonic()
   if run.config.model.path:
     return run.finish("base", {"pretrained": str(run.config.model.path)})
+  if run.config.model.get("preset"):
+    raise ConfigError(
+      f"config.model.path is empty: the preset {run.config.model.preset} gives sizes and no weights; "
+      "name a Hugging Face directory with --config.model.path"
+    )
   demonstrations = list(run.benchmark.demonstrations(c.episodes, process_seed(run.config.seed, "base corpus")))
   won = [d.won for d in demonstrations if not d.skill]
   say(f"base: {len(demonstrations)} demonstrations, {np.mean(won):.0%} of those without a skill succeed")

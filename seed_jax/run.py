@@ -19,7 +19,7 @@ from seed_jax import decode, library, methods, sharding, skills, text
 from seed_jax.batching import RowShape
 from seed_jax.engine import Engine
 from seed_jax.metrics import read_json, write_json
-from seed_jax.models import hf
+from seed_jax.models import hf, presets
 from seed_jax.models.config import ModelConfig
 from seed_jax.optimizer import OptimizerConfig, make_optimizer
 from seed_jax.rollout import Episode, Prompter, Reading, Setting, analyze_episodes, play, task_number
@@ -51,6 +51,8 @@ class Run(Workdir):
     methods.get(c.method)
     if c.model.path:
       resolve_model(c.model.path)
+    if c.model.get("preset"):
+      presets.get(c.model.preset)
     if c.rollout.mode not in MODES:
       raise ConfigError(f"config.rollout.mode={c.rollout.mode!r} is unknown; choose one of {', '.join(MODES)}")
     if c.analysis.ask not in ASKS:
@@ -88,6 +90,8 @@ class Run(Workdir):
   def load_policy(self, name: str) -> tuple[ModelConfig, dict]:
     """A policy's shape and its parameters on the mesh."""
     config, params = hf.load(str(self.policy_path(name)))
+    if self.config.model.get("preset"):
+      presets.check(self.config.model.preset, config)
     return self.runtime(config), sharding.put_params(params, self.mesh)
 
   def runtime(self, config: ModelConfig) -> ModelConfig:
@@ -240,6 +244,17 @@ class Run(Workdir):
 
 def _readable(trajectories):
   return [t for t in trajectories if t.turns and not t.error]
+
+
+def preset_model(config: ConfigDict) -> ModelConfig:
+  """The policy's shape with the run's compute settings where no weights are needed: that of config.model.preset.
+
+  Raises ConfigError where the config names none.
+  """
+  m = config.model
+  if not m.get("preset"):
+    raise ConfigError(f"config.model.preset is empty: the policy's sizes; choose {', '.join(presets.PRESETS)}")
+  return dataclasses.replace(presets.get(m.preset), dtype=m.dtype, scan_layers=m.scan_layers, remat=m.remat)
 
 
 def optimizer_config(section) -> OptimizerConfig:

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORDER = """
   ground: advantages token_losses step_advantages replay relatives sequences loss_terms losses method methods
   ground: sharding ops flash_decode attention
-  models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
+  models: models.config models.presets models.decoder models.vision models.hf_names models.gguf_file models.hf
   inference: decode requests slots engine score
   records: progress metrics intervals across_seeds records
   learning: optimizer update checkpoint

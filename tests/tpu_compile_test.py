@@ -41,11 +41,11 @@ def test_the_decode_kernels_compile_and_copy_no_cache(topology):
 @pytest.mark.parametrize(
   "topology, model, layers, data, tp",
   [
-    ("v5e:2x2", "Qwen2.5-3B", 36, 4, 1),
-    ("v5e:2x2", "Qwen2.5-3B", 4, 2, 2),
-    ("v5p:2x2x1", "Qwen2.5-7B", 28, 1, 4),
-    ("v6e:2x2", "Qwen3-1.7B", 4, 4, 1),
-    ("v5e:2x2", "Qwen2.5-0.5B", 4, 4, 1),
+    ("v5e:2x2", "qwen2_5_3b", 36, 4, 1),
+    ("v5e:2x2", "qwen2_5_3b", 4, 2, 2),
+    ("v5p:2x2x1", "qwen2_5_7b", 28, 1, 4),
+    ("v6e:2x2", "qwen3_1_7b", 4, 4, 1),
+    ("v5e:2x2", "qwen2_5_0_5b", 4, 4, 1),
   ],
 )
 def test_the_decode_loop_needs_no_memory_besides_the_cache(topology, model, layers, data, tp):
@@ -56,7 +56,7 @@ def test_the_decode_loop_needs_no_memory_besides_the_cache(topology, model, laye
 
 def test_reading_a_prompt_copies_the_part_of_the_cache_that_it_touches():
   """8 of 64 slots, 1/8 of the cache; their scores are held for one slot at a time."""
-  (report,) = compiled("prefill", "v5e:2x2", "Qwen2.5-3B", 36, 4, 1)
+  (report,) = compiled("prefill", "v5e:2x2", "qwen2_5_3b", 36, 4, 1)
   assert report["scatters"] == 0, report
   assert report["peak"] - report["arguments"] < 0.16 * report["cache"], report
 

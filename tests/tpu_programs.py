@@ -20,18 +20,9 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from seed_jax import decode, flash_decode, sharding  # noqa: E402
-from seed_jax.models import decoder  # noqa: E402
-from seed_jax.models.config import ModelConfig  # noqa: E402
+from seed_jax.models import decoder, presets  # noqa: E402
 
-MODELS = {
-  "Qwen2.5-3B": ModelConfig("Qwen2ForCausalLM", 151_936, 2048, 36, 16, 2, 128, 11_008, qkv_bias=True),
-  "Qwen2.5-7B": ModelConfig(
-    "Qwen2ForCausalLM", 152_064, 3584, 28, 28, 4, 128, 18_944, qkv_bias=True, tie_embeddings=False
-  ),
-  "Qwen3-1.7B": ModelConfig("Qwen3ForCausalLM", 151_936, 2048, 28, 16, 8, 128, 6144, qk_norm=True),
-  "Qwen2.5-0.5B": ModelConfig("Qwen2ForCausalLM", 151_936, 896, 24, 14, 2, 64, 4864, qkv_bias=True),
-  "small": ModelConfig("Qwen2ForCausalLM", 4096, 512, 4, 4, 2, 128, 1536, qkv_bias=True),
-}
+MODELS = presets.PRESETS
 
 
 def mesh_of(topology, data=1, fsdp=1, tp=1):
@@ -146,7 +137,7 @@ def policy(mesh, model, layers):
 
 def train(topology, remat, T=1024):
   """The gradient through packed rows, one to a device, parameters sharded over all of them."""
-  config = dataclasses.replace(MODELS["small"], dtype="bfloat16", scan_layers=True, remat=remat)
+  config = dataclasses.replace(MODELS["qwen2_5_test"], dtype="bfloat16", scan_layers=True, remat=remat)
   mesh = mesh_of(topology, fsdp=16)
   params = placed(mesh, jax.eval_shape(lambda key: decoder.init(key, config), jax.random.key(0)), jnp.float32)
   row = struct(mesh, (16, T), jnp.int32, *sharding.ROWS)

@@ -55,6 +55,14 @@ class ModelConfig:
     """G = N / K, query heads that share one key/value head."""
     return self.num_heads // self.num_kv_heads
 
+  @property
+  def num_parameters(self) -> int:
+    """Numbers in the tree that `decoder.init` makes; a tied head counts once."""
+    D, N, K, H, F = self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size
+    matrices = 2 * D * H * (N + K) + 3 * D * F
+    vectors = 2 * D + self.qkv_bias * H * (N + 2 * K) + self.qk_norm * 2 * H
+    return self.num_layers * (matrices + vectors) + D + self.vocab_size * D * (1 if self.tie_embeddings else 2)
+
 
 def from_hf(hf: dict) -> ModelConfig:
   """Reads a Hugging Face `config.json`; raises ValueError where the decoder would compute something else."""

@@ -1,0 +1,77 @@
+"""The shipped TPU configs: they load in moments, divide over their meshes, and what does not fit is refused."""
+
+import pathlib
+
+import pytest
+
+from configs import alfworld, tpu
+from seed_jax import main, run
+from seed_jax.optimizer import make_optimizer
+from seed_jax.update import LossConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("model, topology", tpu.shipped(), ids=",".join)
+def test_a_shipped_preset_is_planned_within_a_chips_memory(model, topology):
+  c = alfworld.get_config(f"{model},{topology}")
+  chip, chips = tpu.parse(topology)
+  assert c.mesh.data * c.mesh.fsdp * c.mesh.tp == chips
+  assert sum(tpu.estimate(c).values()) <= (1 - tpu.SPARE) * tpu.CHIPS[chip].memory
+  assert c.actor_mesh.data * c.actor_mesh.tp == (8 if topology in tpu.HOSTS_OF_EIGHT else 4)
+  assert c.rollout.slots % (chips // c.actor_mesh.tp) == 0  # every actor has as many
+  assert c.model.dtype == "bfloat16" and c.model.scan_layers and c.model.remat in ("full", "dots_no_batch")
+
+
+def test_every_chip_is_shipped_from_a_few_chips_to_its_largest_slice():
+  chips = {(model, t.partition(":")[0]): set() for model, t in tpu.shipped()}
+  for model, topology in tpu.shipped():
+    chips[model, topology.partition(":")[0]].add(tpu.parse(topology)[1])
+  assert len(chips) == 12
+  assert all(max(found) == (512 if chip in ("v4", "v5p") else 256) for (_, chip), found in chips.items())
+
+
+def test_what_is_left_out_would_not_fit_by_the_same_estimate():
+  for (model, chip), row in tpu.TABLE.items():
+    smaller = [s for s in tpu.CHIPS[chip].slices if tpu.parse(f"{chip}:{s}")[1] < row.fewest]
+    for topology in (f"{chip}:{s}" for s in smaller):
+      c = alfworld.get_config(f"{model},v5p:2x2x1")
+      tpu.settings(c, model, topology, row, tpu.parse(topology)[1])
+      assert sum(tpu.estimate(c).values()) > (1 - tpu.SPARE) * tpu.CHIPS[chip].memory, (model, topology)
+
+
+@pytest.mark.parametrize(
+  "argument, message",
+  [
+    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:8x8$"),
+    ("qwen2_5_7b,v5e-4", r"topology 'v5e-4' is not shipped; choose CHIP:SHAPE of v4: 2x2x1"),
+    ("qwen2_5_0_5b,v5e:2x2", r"model 'qwen2_5_0_5b' is not shipped for TPUs; choose one of qwen3_1_7b, "),
+    ("qwen2_5_3b", r"'qwen2_5_3b' of configs/alfworld.py is not MODEL,TOPOLOGY\[,METHOD\]"),
+    ("qwen2_5_3b,v5e:4x4,sed", r"sed"),
+  ],
+)
+def test_a_wrong_argument_is_refused_in_one_line(argument, message):
+  with pytest.raises(main.UsageError, match=message):
+    main.load_config(f"{ROOT / 'configs/alfworld.py'}:{argument}")
+
+
+def test_the_numbers_of_the_paper():
+  c = main.load_config(f"{ROOT / 'configs/alfworld.py'}:qwen2_5_3b,v5e:4x4")
+  assert (c.method, c.train.tasks_per_iteration, c.train.group_size, c.train.iterations) == ("seed", 16, 8, 150)
+  assert (c.rollout.max_steps, c.rollout.history, c.rollout.max_prompt, c.rollout.max_response) == (30, 5, 2048, 512)
+  loss = LossConfig(**c.train.loss.to_dict())
+  assert (loss.opd_coef, loss.opd_beta, loss.kl_coef, loss.clip_low, loss.clip_high) == (0.01, 5.0, 0.01, 0.2, 0.2)
+  assert (c.train.optimizer.learning_rate, c.train.optimizer.weight_decay, c.train.optimizer.warmup) == (1e-6, 0.01, 0)
+  assert c.rollout.capacity >= c.rollout.max_prompt + c.rollout.max_response <= min(c.train.row_lengths)
+  for section in (c.train, c.sft):
+    make_optimizer(run.optimizer_config(section.optimizer), 10)
+
+
+def test_a_method_is_the_third_word_and_a_preset_is_the_models_shape():
+  c = alfworld.get_config("qwen3_1_7b,v5p:4x4x4,grpo")
+  assert c.method == "grpo"
+  model = run.preset_model(c)
+  assert (model.num_layers, model.num_kv_heads, model.dtype, model.remat) == (28, 8, "bfloat16", "dots_no_batch")
+  c.model.preset = ""
+  with pytest.raises(run.ConfigError, match=r"config\.model\.preset is empty: .* choose qwen2_5_0_5b, "):
+    run.preset_model(c)
