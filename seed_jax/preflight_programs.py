@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from seed_jax import batching, decode, learn, score, sharding, topologies, update
 from seed_jax.batching import RowShape
+from seed_jax.engine import prefill_widths
 from seed_jax.models import decoder
 from seed_jax.requests import COORDINATES
 from seed_jax.roofline import Plan
@@ -33,6 +34,7 @@ class Training:
   sampling: decode.Sampling
   stop_ids: tuple[int, ...]
   capacity: int
+  smaller: tuple[int, ...]  # capacities with which slots begin
   prefill_tokens: int
   prefill_width: int  # tokens of a slot that one call reads
   check_every: int = 16
@@ -50,8 +52,10 @@ def actor_mesh(plan: Plan) -> Mesh:
 
 
 def programs(plan: Plan, training: Training) -> dict[str, Callable[[], jax.stages.Lowered]]:
-  """name -> a call that lowers it. Names: score, update (gradients of a mini-batch), optimizer, decode, prefill, reshard."""
+  """name -> a call that lowers it. score, update (the gradients of a mini-batch), optimizer,
+  prefill, decode, reshard, and grow where slots grow."""
   learner, actor = learner_mesh(plan), actor_mesh(plan)
+  grow = {"grow": lambda: lower_grow(plan, training, actor)} if training.smaller else {}
   return {
     "score": lambda: lower_score(plan, training, learner),
     "update": lambda: lower_update(plan, training, learner)["gradients"],
@@ -59,7 +63,7 @@ def programs(plan: Plan, training: Training) -> dict[str, Callable[[], jax.stage
     "prefill": lambda: lower_prefill(plan, training, actor),
     "decode": lambda: lower_decode(plan, training, actor),
     "reshard": lambda: lower_reshard(plan),
-  }
+  } | grow
 
 
 # ---------------------------------------------------------------- the learner's
@@ -154,8 +158,8 @@ def lower_decode(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lower
 
 def lower_prefill(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
   """The largest piece of prompts that one call reads into some of the slots."""
-  T, rows = training.prefill_width, sharding.num_row_shards(mesh)
-  width = min(max(training.prefill_tokens // T // rows, 1) * rows, plan.slots)
+  T = training.prefill_width
+  width = prefill_widths(plan.slots, T, sharding.num_row_shards(mesh), training.prefill_tokens)[1]
   row, number = _arrays(mesh, width)
   whole = width == plan.slots  # all slots in their order: none is taken out
   params = actor_params(plan, mesh)
@@ -173,6 +177,13 @@ def lower_prefill(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowe
       plan.model,
       sampling=training.sampling,
     )
+
+
+def lower_grow(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+  """The step to slots of the full capacity, for which both caches exist at a time."""
+  with jax.set_mesh(mesh):
+    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.smaller[-1])), mesh)
+    return decode.grow.lower(cache, training.capacity)
 
 
 def lower_reshard(plan: Plan) -> jax.stages.Lowered:

@@ -132,6 +132,8 @@ class Plan:
   slots: int  # of one host
   gather_bytes: int = 2  # of a weight that `fsdp` gathers: 2 where it is cast before, 4 where after
   gradient_bytes: int = 4
+  moment_bytes: int = 4
+  update_received: float = 0.0  # bytes that a chip receives for a micro-batch's gradients, where a compiler has told
 
   @property
   def row_chips(self) -> int:
@@ -219,9 +221,9 @@ def learner_pass(plan: Plan, micro_tokens: float, logits: float, *, train: bool)
     "update" if train else "score",
     compute=done / chips / flops,
     memory=memory / bandwidth,
-    transfer=(gathered + summed) / network,
+    transfer=(plan.update_received if train and plan.update_received else gathered + summed) / network,
     latency=collectives * math.sqrt(s.chips) * HOP,
-    useful=forward * (3 if train else 1) * (1 if train else 1),
+    useful=forward * (3 if train else 1),
   )
 
 
@@ -236,10 +238,14 @@ def score_phase(plan: Plan, work: Work) -> Phase:
 
 
 def update_phase(plan: Plan, work: Work) -> Phase:
-  """Gradients over all samples, and an optimizer step for every mini-batch: 28 bytes a parameter."""
-  phase = _over_samples(plan, work, train=True)
+  """Gradients over all samples."""
+  return _over_samples(plan, work, train=True)
+
+
+def optimizer_phase(plan: Plan, work: Work) -> Phase:
+  """A step for every mini-batch: reads gradient, parameter and two moments, writes all but the gradient, in float32."""
   step = 28 * num_params(plan.model) / (plan.fsdp * plan.tp) / (plan.slice.chip.bandwidth * MEMORY_SHARE)
-  return dataclasses.replace(phase, latency=phase.latency + work.minibatches * step)
+  return Phase("optimizer", memory=work.minibatches * step)
 
 
 def _over_samples(plan, work, *, train):
@@ -304,24 +310,44 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
 
 def iteration(plan: Plan, work: Work) -> list[Phase]:
   """All phases of an iteration, in their order."""
-  return [*rollout_phases(plan, work), score_phase(plan, work), update_phase(plan, work), reshard_phase(plan)]
+  learner = (score_phase(plan, work), update_phase(plan, work), optimizer_phase(plan, work))
+  return [*rollout_phases(plan, work), *learner, reshard_phase(plan)]
 
 
 # ---------------------------------------------------------------- memory, roughly
 
 
-def state_bytes(plan: Plan, moment: int = 4) -> float:
-  """Of a chip: parameters in float32, two moments, and the sum of gradients."""
-  return num_params(plan.model) * (8 + 2 * moment) / (plan.fsdp * plan.tp)
+def resident_bytes(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
+  """What lies in a chip's memory through the whole iteration: parameters in float32 and both moments, the reference, the
+  actors' copy in bfloat16, and their cache of slots of `capacity` tokens.
+  """
+  m = plan.model
+  shard = num_params(m) / (plan.fsdp * plan.tp)
+  slots = plan.slots * plan.actor_tp / plan.slice.host_chips
+  return {
+    "params": 4 * shard,
+    "moments": 2 * plan.moment_bytes * shard,
+    "reference": 4 * shard if work.reference else 0.0,
+    "actor": 2 * num_params(m) / plan.actor_tp,
+    "cache": slots * capacity * kv_bytes(m) / min(plan.actor_tp, m.num_kv_heads),
+  }
 
 
 def update_bytes(plan: Plan) -> float:
-  """Of a chip, roughly: the state, what the backward pass keeps, a gathered layer, the gathered tables and the logits.
+  """What the gradients of a micro-batch take of a chip besides the parameters, roughly: their sum, what the backward
+  pass keeps, two gathered layers and their gradients, the table and its gradient, and a layer's work.
 
   It orders candidates and leaves the hopeless ones out; whether one fits, the compiler says.
   """
   m = plan.model
   tokens = plan.rows * plan.row_length / plan.row_chips
+  gradients = 4 * num_params(m) / (plan.fsdp * plan.tp)
   layer = layer_params(m) / m.num_layers * (2 + plan.gather_bytes) / plan.tp
-  table = head_params(m) * (2 + plan.gather_bytes) / plan.tp
-  return state_bytes(plan) + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table
+  table = head_params(m) * (4 + plan.gather_bytes) / plan.tp
+  work = 2.0 * tokens * (8 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
+  return gradients + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table + work
+
+
+def estimate(plan: Plan, work: Work, capacity: int) -> float:
+  """Bytes of a chip while the policy is updated, roughly."""
+  return sum(resident_bytes(plan, work, capacity).values()) + update_bytes(plan)

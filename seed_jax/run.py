@@ -225,16 +225,8 @@ class Run(Workdir):
     return tasks
 
   def row_shapes(self, section) -> tuple[RowShape, ...]:
-    """Row shapes of a config section: micro-batches of about `micro_tokens` tokens; with `skill_room` (a fraction) the
-    skill rows are so much longer than the ordinary ones, which the room for skills would leave unfilled.
-    """
-    rows = sharding.num_row_shards(self.mesh)
-    shapes = []
-    for length in section.row_lengths:
-      count = max(section.micro_tokens // length // rows, 1) * rows
-      responses = max(int(length * section.response_fraction), 1)
-      shapes.append(RowShape(length, responses, count, int(length * (1 + section.get("skill_room", 0.0)))))
-    return tuple(shapes)
+    """`row_shapes` on this run's mesh."""
+    return row_shapes(section, sharding.num_row_shards(self.mesh))
 
   # -- helpers --
 
@@ -244,6 +236,18 @@ class Run(Workdir):
 
 def _readable(trajectories):
   return [t for t in trajectories if t.turns and not t.error]
+
+
+def row_shapes(section, shards: int) -> tuple[RowShape, ...]:
+  """Row shapes of a config section: micro-batches of about `micro_tokens` tokens; with `skill_room` (a fraction) the
+  skill rows are so much longer than the ordinary ones, which the room for skills would leave unfilled.
+  """
+  shapes = []
+  for length in section.row_lengths:
+    count = max(section.micro_tokens // length // shards, 1) * shards
+    responses = max(int(length * section.response_fraction), 1)
+    shapes.append(RowShape(length, responses, count, int(length * (1 + section.get("skill_room", 0.0)))))
+  return tuple(shapes)
 
 
 def preset_model(config: ConfigDict) -> ModelConfig:
