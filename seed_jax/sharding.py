@@ -25,7 +25,8 @@ TABLE: dict[str, str | tuple[str, ...] | None] = {
   "tokens": None,  # T, R
   "vocab": "tp",  # V
   "model": "fsdp",  # D of a parameter; of an activation it is whole
-  "heads": "tp",  # N, K
+  "heads": "tp",  # N
+  "kv_heads": "tp",  # K; whole on every device where tp has more of these than K, see `held_kv_heads`
   "head_size": None,  # H
   "feed_forward": "tp",  # F
   "layers": None,  # L
@@ -82,12 +83,12 @@ def param_axes(params) -> dict:
     "attn_norm": ("layers", "replicated"),
     "mlp_norm": ("layers", "replicated"),
     "q": ("layers", "model", "heads", "head_size"),
-    "k": ("layers", "model", "heads", "head_size"),
-    "v": ("layers", "model", "heads", "head_size"),
+    "k": ("layers", "model", "kv_heads", "head_size"),
+    "v": ("layers", "model", "kv_heads", "head_size"),
     "o": ("layers", "heads", "head_size", "model"),
     "q_bias": ("layers", "heads", "head_size"),
-    "k_bias": ("layers", "heads", "head_size"),
-    "v_bias": ("layers", "heads", "head_size"),
+    "k_bias": ("layers", "kv_heads", "head_size"),
+    "v_bias": ("layers", "kv_heads", "head_size"),
     "q_norm": ("layers", "replicated"),
     "k_norm": ("layers", "replicated"),
     "gate": ("layers", "model", "feed_forward"),
@@ -99,9 +100,36 @@ def param_axes(params) -> dict:
   return axes | {"layers": {name: layer[name] for name in params["layers"]}}
 
 
-def param_specs(params) -> dict:
-  """Tree of PartitionSpecs with which the parameters are stored."""
-  return jax.tree.map(lambda axes: spec(*axes), param_axes(params), is_leaf=lambda x: isinstance(x, tuple))
+def param_specs(params, mesh: Mesh | None = None) -> dict:
+  """Tree of PartitionSpecs with which the parameters (arrays or their shapes) are stored on `mesh` (None: in force).
+
+  Raises ValueError for key/value heads that `held_kv_heads` refuses.
+  """
+  table = dict(TABLE)
+  layers = params.get("layers", {})
+  if "k" in layers:
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    heads = layers["k"].shape[-2]
+    if not mesh.empty and held_kv_heads(heads, mesh.shape["tp"]) != heads:
+      table["kv_heads"] = None
+  return jax.tree.map(lambda axes: spec(*axes, table=table), param_axes(params), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def held_kv_heads(heads: int, tp: int) -> int:
+  """Key/value heads that `tp` devices hold between them: all K where they divide, else tp, K of them over and over.
+
+  With tp a multiple of K, device i computes with head i * K // tp, the one that its query heads share. Its cache holds
+  this head alone; the projections of keys and values, which are small, lie whole on every device. Raises ValueError
+  where neither divides the other.
+  """
+  if heads % tp == 0:
+    return heads
+  if tp % heads == 0:
+    return tp
+  raise ValueError(
+    f"{heads} key/value heads neither divide over tp={tp} nor does tp divide into copies of them; "
+    f"choose a tp that divides {heads} or is a multiple of it"
+  )
 
 
 def check_divisible(params, mesh: Mesh) -> None:
@@ -112,7 +140,9 @@ def check_divisible(params, mesh: Mesh) -> None:
       mesh_axes = TABLE[name] or ()
       mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
       parts = math.prod(mesh.shape[a] for a in mesh_axes)
-      if size % parts:
+      if name == "kv_heads":
+        held_kv_heads(size, parts)
+      elif size % parts:
         where = "/".join(str(getattr(p, "key", p)) for p in path)
         raise ValueError(
           f"{where} {tuple(leaf.shape)}: {name}={size} does not divide over {mesh_axes}={parts}; "
@@ -130,7 +160,7 @@ def gathered(spec_: P) -> P:
 def put_params(params, mesh: Mesh):
   """Parameters (numpy or jax) on the mesh under their stored specs."""
   check_divisible(params, mesh)
-  return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, param_specs(params))
+  return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, param_specs(params, mesh))
 
 
 def put_rows(tree, mesh: Mesh, axis: int = 0):

@@ -90,7 +90,8 @@ def forward(
   )
 
   def layer(x, weights, cache, index=None):
-    weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w, sharding.gathered(s)).astype(x.dtype), weights, specs)
+    weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w.astype(x.dtype), sharding.gathered(s)), weights, specs)
+    weights = _with_held_heads(weights, config)
     with jax.named_scope("attention"):
       normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
       out, cache = _attention(normed, weights, angles, positions, segment_ids, cache, index, config)
@@ -116,12 +117,13 @@ def forward(
 
 
 def init_cache(config: ModelConfig, num_slots: int, capacity: int) -> attention.LayerCache | tuple:
-  """An empty cache of S slots x C positions on the mesh in force: slots over the data axes, key/value heads over `tp`.
+  """An empty cache of S slots x C positions on the mesh in force: slots over the data axes, key/value heads over `tp`
+  (K is then `sharding.held_kv_heads`).
 
   With `scan_layers` one `LayerCache` of arrays [L, S, K, C, H], otherwise a tuple of L of arrays [S, K, C, H]: a loop
   over layers carries the one, and writes into it, without a copy; unrolled code does so with the other.
   """
-  shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
+  shape = (num_slots, _held_heads(config), capacity, config.head_dim)
   stack, lead = ((config.num_layers,), (None,)) if config.scan_layers else ((), ())
   spec = P(*lead, ROWS, "tp", None, None)
   empty = lambda: jnp.zeros(stack + shape, config.dtype, out_sharding=spec)  # noqa: E731
@@ -211,6 +213,27 @@ def _embed(params, tokens, config):
   table = jax.sharding.reshard(params["embed"], P("tp", None))
   embed = jax.shard_map(local, in_specs=(P("tp", None), rows), out_specs=P(ROWS, None, None))
   return embed(table, jax.sharding.reshard(tokens, rows)).astype(config.dtype)
+
+
+def _held_heads(config):
+  return sharding.held_kv_heads(config.num_kv_heads, jax.sharding.get_abstract_mesh().shape["tp"])
+
+
+def _with_held_heads(weights, config):
+  """A layer's weights with those of keys and values for the heads that `tp` holds, each device's own next to it.
+
+  Repeated are the weights and not what they compute, so that no device computes a head that it does not read. Nothing
+  moves; a weight's gradient is the sum over the devices that share its head.
+  """
+  copies = _held_heads(config) // config.num_kv_heads
+  if copies == 1:
+    return weights
+
+  def held(w):  # [..., K, H] -> [..., K * copies, H]
+    many = jnp.broadcast_to(w[..., None, :], (*w.shape[:-1], copies, w.shape[-1]))
+    return jax.sharding.reshard(many.reshape(*w.shape[:-2], -1, w.shape[-1]), P(*[None] * (w.ndim - 2), "tp", None))
+
+  return weights | {name: held(w) for name, w in weights.items() if name in ("k", "v", "k_bias", "v_bias")}
 
 
 def _attention(x, w, angles, positions, segment_ids, cache, layer, config):
