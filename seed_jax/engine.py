@@ -400,7 +400,7 @@ class Engine:
 
 
 def prefill_widths(size: int, T: int, shards: int, prefill_tokens: int) -> tuple[int, int]:
-  """Numbers of slots, of `size`, that one call reads T tokens of: a few, and many, about `prefill_tokens` tokens in all.
+  """Numbers of slots, of `size`, that one call reads T tokens of: a few, and many, about `prefill_tokens` tokens.
 
   As many as there are slots means a call on all of them in place, which copies nothing.
   """

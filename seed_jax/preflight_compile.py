@@ -1,4 +1,4 @@
-"""A lowered program through the TPU compiler: memory of a chip, collectives, and a stamp so that nothing is compiled twice."""
+"""A lowered program through the TPU compiler: memory of a chip, collectives, and a stamp: nothing is compiled twice."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ GIB = 2**30
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 LINE = re.compile(r"= (?P<shape>.*?) (?P<op>" + "|".join(OPS) + r")(?:-start)?\(")
+FORMAT = "1"  # of a stamp; another one where this file reads a compiler's answer differently
 CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 
 
@@ -44,7 +45,7 @@ def compile_program(
   token); what lies in a loop within counts `layers` times. Raises what the compiler raises, but for want of memory.
   """
   text = lowered.as_text()
-  key = hashlib.sha256("\n".join([*versions(), str(layers), str(loops), text]).encode()).hexdigest()[:32]
+  key = hashlib.sha256("\n".join([FORMAT, *versions(), str(layers), str(loops), text]).encode()).hexdigest()[:32]
   path = None if stamps is None else epath.Path(stamps) / f"{key}.json"
   if path is not None and path.exists():
     return dataclasses.replace(Compiled(**read_json(path)), again=True)
@@ -83,8 +84,9 @@ def memory_needed(message: str) -> int:
   """Bytes that a program would take, from the compiler's refusal; 0 where it says something else."""
   if "RESOURCE_EXHAUSTED" not in message:
     return 0
-  found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
-  return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 1
+  found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM|Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
+  number, unit = [x for x in found.groups() if x] if found else ("0.001", "K")
+  return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))
 
 
 def collectives(text: str, *, layers: int = 1, loops: int = 0) -> tuple[dict[str, int], float]:

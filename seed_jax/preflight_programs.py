@@ -1,4 +1,4 @@
-"""The programs of a training run as shapes on a slice: what `preflight` compiles, lowered exactly as the run lowers them.
+"""The programs of a training run as shapes on a slice: what `preflight` compiles, lowered as the run lowers them.
 
 Shapes: S slots of one host, C capacity of a slot, P slots of one prefill call, T tokens.
 """
@@ -70,8 +70,8 @@ def programs(plan: Plan, training: Training) -> dict[str, Callable[[], jax.stage
 
 
 def lower_score(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
-  """The dearest scoring program: both contexts at once where a later mini-batch needs them, else the skill context, else
-  the ordinary one of the reference.
+  """The dearest scoring program: both contexts at once where a later mini-batch needs them, else the skill context,
+  else the ordinary one of the reference.
   """
   s = training.scoring
   params = abstract_params(plan, mesh, jnp.float32)
@@ -103,7 +103,7 @@ def abstract_params(plan: Plan, mesh: Mesh, dtype) -> dict:
   shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), plan.model))
   sharding.check_divisible(shapes, mesh)
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
-  return jax.tree.map(place, shapes, sharding.param_specs(shapes))
+  return jax.tree.map(place, shapes, sharding.param_specs(shapes, mesh))
 
 
 def abstract_batch(training: Training, mesh: Mesh) -> update.Batch:
@@ -193,7 +193,7 @@ def lower_reshard(plan: Plan) -> jax.stages.Lowered:
   grid = mesh.devices.reshape(plan.slice.hosts, copies, 1, plan.actor_tp)
   by_host = Mesh(grid, ("host", *sharding.AXES))
   params = abstract_params(plan, mesh, jnp.float32)
-  out = jax.tree.map(lambda s: NamedSharding(by_host, sharding.gathered(s)), sharding.param_specs(params))
+  out = jax.tree.map(lambda s: NamedSharding(by_host, sharding.gathered(s)), sharding.param_specs(params, mesh))
   cast = lambda p: jax.tree.map(lambda x: x.astype(plan.model.dtype), p)  # noqa: E731
   return jax.jit(cast, out_shardings=out).lower(params)
 

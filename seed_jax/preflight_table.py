@@ -11,8 +11,8 @@ def text(result: dict) -> str:
   dollars = result["cost_per_iteration"]
   cost = f"; {dollars:.2f} dollars" if dollars is not None else ""
   parts.append(
-    f"predicted iteration: {result['predicted_seconds']:.0f} s ({result['predicted_seconds_without_overlap']:.0f} s if no"
-    f" transfer hides behind arithmetic){cost}; {result['dominates']} takes longest; update at {result['mfu']:.0%} MFU"
+    f"predicted iteration: {result['predicted_seconds']:.0f} s ({result['predicted_seconds_without_overlap']:.0f} s "
+    f"where nothing overlaps){cost}; {result['dominates']} takes longest; update at {result['mfu']:.0%} MFU"
   )
   verdict = "fits" if result["fits"] else "DOES NOT FIT"
   needed = f"; {result['chips_needed']} chips are needed by the estimate" if result["chips_needed"] else ""
@@ -38,7 +38,7 @@ def memory(result: dict) -> str:
     )
     for name, p in result["programs"].items()
   ]
-  held = ", ".join(f"{name} {size:.2f}" for name, size in result["resident_gib"].items() if size)
+  held = ", ".join(f"{name} {size:.2f}" for name, size in result["held_gib"].items() if size)
   return table(head, rows) + f"\nheld all the time, GiB: {held}"
 
 

@@ -1,4 +1,4 @@
-"""How long an iteration should take on a slice: operations, bytes and transfers, counted by hand, over what a chip can do.
+"""How long an iteration should take on a slice: operations, bytes and transfers by hand, over what a chip can do.
 
 A compiler's own count does not serve: it takes the body of a loop once, and kernels for nothing. Every phase takes
   max(operations / (flops * efficiency), bytes / (bandwidth * 0.8), transferred / (links * link * 0.9)),
@@ -167,7 +167,7 @@ class Phase:
     return max(terms, key=terms.get)
 
   def mfu(self, slice_: Slice) -> float:
-    """Model FLOPs utilisation: useful operations a second as a share of the slice's peak; recomputation is not useful."""
+    """Model FLOPs utilisation: useful operations a second as a share of the peak; recomputation is not useful."""
     return self.useful / self.seconds / (slice_.chips * slice_.chip.flops) if self.seconds else 0.0
 
   def times(self, factor: float) -> Phase:
@@ -228,8 +228,8 @@ def learner_pass(plan: Plan, micro_tokens: float, logits: float, *, train: bool)
 
 
 def score_phase(plan: Plan, work: Work) -> Phase:
-  """All scoring passes of an iteration, as `learn` makes them: the skill context of every sample, the ordinary one of all
-  mini-batches but the first, and the reference's where there is a KL term.
+  """All scoring passes of an iteration, as `learn` makes them: the skill context of every sample, the ordinary one of
+  all mini-batches but the first, and the reference's where there is a KL term.
   """
   later = 1 - 1 / work.minibatches
   longer = 1 + work.skill / work.length
@@ -318,8 +318,8 @@ def iteration(plan: Plan, work: Work) -> list[Phase]:
 
 
 def resident_bytes(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
-  """What lies in a chip's memory through the whole iteration: parameters in float32 and both moments, the reference, the
-  actors' copy in bfloat16, and their cache of slots of `capacity` tokens.
+  """What lies in a chip's memory through the whole iteration: parameters in float32 and both moments, the reference,
+  the actors' copy in bfloat16, and their cache of slots of `capacity` tokens.
   """
   m = plan.model
   shard = num_params(m) / (plan.fsdp * plan.tp)
@@ -343,11 +343,11 @@ def update_bytes(plan: Plan) -> float:
   tokens = plan.rows * plan.row_length / plan.row_chips
   gradients = 4 * num_params(m) / (plan.fsdp * plan.tp)
   layer = layer_params(m) / m.num_layers * (2 + plan.gather_bytes) / plan.tp
-  table = head_params(m) * (4 + plan.gather_bytes) / plan.tp
+  table = head_params(m) * (4 + 4 + plan.gather_bytes) / plan.tp  # gathered, and two gradients in float32
   work = 2.0 * tokens * (8 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
   return gradients + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table + work
 
 
 def estimate(plan: Plan, work: Work, capacity: int) -> float:
-  """Bytes of a chip while the policy is updated, roughly."""
-  return sum(resident_bytes(plan, work, capacity).values()) + update_bytes(plan)
+  """Bytes of a chip while the policy is updated, roughly, with 7 % that should be left."""
+  return (sum(resident_bytes(plan, work, capacity).values()) + update_bytes(plan)) * 1.07

@@ -18,9 +18,9 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One chip. `efficiency` is the share of `flops` that matrix products of published training runs reach, the work of
-  rematerialisation counted (MaxText's table of models: 55-65 % model FLOPs on v4, v5e and v5p, 45 % on v6e, each with
-  about 4/3 of them computed).
+  """One chip. `efficiency` is the share of `flops` that products in published training runs reach, recomputation
+  counted: MaxText's pages report 55-65 % model FLOPs on v4, v5e and v5p and 45-50 % on v6e, of which up to 4/3 were
+  computed.
   """
 
   name: str
@@ -39,7 +39,7 @@ CHIPS = {
   for chip in (
     Chip("v4", 275e12, 30.75 * GIB, 1228e9, 50e9, CUBES, 0.75),
     Chip("v5e", 197e12, 15.75 * GIB, 819e9, 50e9, FLAT, 0.75),
-    Chip("v5p", 459e12, 95.73 * GIB, 2765e9, 100e9, CUBES, 0.80),
+    Chip("v5p", 459e12, 95.73 * GIB, 2765e9, 100e9, CUBES, 0.75),
     Chip("v6e", 918e12, 31.24 * GIB, 1638e9, 100e9, FLAT, 0.60),
   )
 }

@@ -14,7 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORDER = """
   ground: advantages token_losses step_advantages replay relatives sequences loss_terms losses method methods
   ground: sharding ops flash_decode attention
-  models: models.config topologies roofline models.presets models.decoder models.vision models.hf_names models.gguf_file models.hf
+  models: models.config models.presets models.decoder models.vision models.hf_names models.gguf_file models.hf
+  models: topologies roofline
   inference: decode requests slots engine score
   records: progress metrics intervals across_seeds records
   learning: optimizer update checkpoint
@@ -24,7 +25,7 @@ ORDER = """
   programs: workdir run reward_model regrade replay_buffer supervised curve base collect annotate library_stage
   programs: skill_branch sft train mechanism evaluate
   programs: charts page skill_report report compare_results compare_page compare
-  programs: preflight_programs preflight_compile preflight_table preflight main
+  programs: preflight_programs preflight_compile preflight_plans preflight_table preflight main
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()
