@@ -45,7 +45,7 @@ class Workdir:
     # what is compared may grow, the arms have configs of their own; what is only predicted with may change
     free = {"compare": None, "preflight": None}
     differences = _differences(ours | free, theirs | free) if theirs else []
-    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json"}:
+    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json"}:
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
     if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one
