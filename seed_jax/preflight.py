@@ -32,6 +32,9 @@ OWN = {  # what of the memory that is taken throughout a program has among its o
 }
 
 
+NOTHING = "none"  # config.preflight.programs: predictions alone, no compiler
+
+
 class DoesNotFit(RuntimeError):
   """The config does not fit the slice; the message says what would."""
 
@@ -42,7 +45,7 @@ class Preflight(Workdir):
   def __init__(self, config, workdir, *, topology: str, **options):
     super().__init__(config, workdir, **options)
     self.slice = topologies.parse(topology)
-    topologies.compile_only()
+    topologies.compile_only(needed=self.config.preflight.programs != NOTHING)
 
   def check(self) -> None:
     """Raises ConfigError or ValueError for a config that has no plan on the slice."""
@@ -60,15 +63,16 @@ def run_preflight(run: Preflight) -> dict:
   c = run.config.preflight
   plan, work, training = plans.plan_of(run.config, run.slice), plans.work_of(run.config), plans.training_of(run.config)
   names = [name for name in c.programs.split(",") if name]
-  found = {program.name: program for program in check(plan, training, names, run.stamps, say)}
+  compiled = [] if c.programs == NOTHING else check(plan, training, names, run.stamps, say)
+  found = {program.name: program for program in compiled}
   if "update" in found:
     plan = dataclasses.replace(plan, update_received=found["update"].received)
   result = summary(plan, work, training, found, price=c.price)
-  if not result["fits"]:
+  if result["fits"] is False:
     result["advice"] = advice(plan, work, training, names, c.tries, run.stamps, say)
   print(preflight_table.text(result), flush=True)
   run.finish("preflight", result)
-  if not result["fits"]:
+  if result["fits"] is False:
     raise DoesNotFit(f"the config does not fit {run.slice.name}: {result['advice']['text']}")
   return result
 
@@ -136,7 +140,7 @@ def summary(plan: Plan, work: Work, training: Training, found: dict[str, Compile
   total = sum(phase.seconds for phase in phases.values())
   fewest = plans.fewest_chips(plan, work, training.capacity)
   return {
-    "fits": all(row["fits"] for row in rows.values()),
+    "fits": all(row["fits"] for row in rows.values()) if rows else None,
     "topology": plan.slice.name,
     "chips": plan.slice.chips,
     "limit_gib": limit / GIB,
@@ -150,6 +154,7 @@ def summary(plan: Plan, work: Work, training: Training, found: dict[str, Compile
     "chips_needed": fewest.chips if fewest else None,
     "cost_per_iteration": total / 3600 * plan.slice.chips * price if price else None,
     "work": dataclasses.asdict(work),
+    "scaling": list(plans.scaling(plan, work)),
   }
 
 

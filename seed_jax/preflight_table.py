@@ -7,18 +7,21 @@ from collections.abc import Iterable, Sequence
 
 def text(result: dict) -> str:
   """The tables and the last lines, from preflight.json."""
-  parts = [memory(result), "", phases(result), ""]
+  parts = [*([memory(result), ""] if result["programs"] else []), phases(result), ""]
   dollars = result["cost_per_iteration"]
   cost = f"; {dollars:.2f} dollars" if dollars is not None else ""
   parts.append(
     f"predicted iteration: {result['predicted_seconds']:.0f} s ({result['predicted_seconds_without_overlap']:.0f} s "
     f"where nothing overlaps){cost}; {result['dominates']} takes longest; update at {result['mfu']:.0%} MFU"
   )
-  verdict = "fits" if result["fits"] else "DOES NOT FIT"
+  verdict = {True: "fits", False: "DOES NOT FIT", None: "nothing was compiled"}[result["fits"]]
   needed = f"; {result['chips_needed']} chips are needed by the estimate" if result["chips_needed"] else ""
   parts.append(f"{result['topology']}, {result['chips']} chips: {verdict}{needed}")
   if "advice" in result:
     parts.append(result["advice"]["text"])
+  if result["scaling"]:
+    price = dollars * 3600 / result["predicted_seconds"] / result["chips"] if dollars is not None else 0.0
+    parts += ["", "predicted, as many episodes a chip:", scaling(result["scaling"], price, result["work"]["episodes"])]
   return "\n".join(parts)
 
 
@@ -53,10 +56,10 @@ def phases(result: dict) -> str:
   return table(head, rows)
 
 
-def scaling(rows: Iterable[dict], price: float = 0.0) -> str:
-  """Markdown, for docs/preflight.md."""
+def scaling(rows: Iterable[dict], price: float, episodes: int) -> str:
+  """The predictions for other slices, in Markdown; the last column is for `episodes` whatever the slice."""
   head = ("slice", "chips", "episodes", "s an iteration", "longest phase (its term)", "update MFU", "chip-hours")
-  head += ("dollars",) * bool(price) + ("s with 128 episodes",)
+  head += ("dollars",) * bool(price) + (f"s with {episodes} episodes",)
   lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
   for r in rows:
     cells = (r["topology"], r["chips"], r["episodes"], f"{r['seconds']:.0f}", r["dominates"], f"{r['update_mfu']:.0%}")

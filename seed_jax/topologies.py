@@ -99,12 +99,12 @@ def larger(slice_: Slice) -> list[Slice]:
   return sorted((s for s in every if s.chips > slice_.chips), key=lambda s: s.chips)
 
 
-def compile_only() -> None:
+def compile_only(*, needed: bool = True) -> None:
   """Makes this process one that compiles for TPUs and runs on the CPU. Call it before anything asks for a device.
 
-  Raises RuntimeError where the compiler is not installed.
+  Raises RuntimeError where the compiler is needed and not installed.
   """
-  if importlib.util.find_spec("libtpu") is None:
+  if needed and importlib.util.find_spec("libtpu") is None:
     raise RuntimeError("the TPU compiler is not installed: pip install 'seed_jax[preflight]'")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # two processes may compile at the same time
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # nobody is asked who else belongs to a slice

@@ -185,7 +185,7 @@ def test_scaling_names_the_term_that_dominates():
   assert strong == sorted(strong, reverse=True)  # the same work on more chips
   weak = [row["seconds"] for row in rows]
   assert max(weak) < 1.5 * min(weak)  # as much work a chip
-  assert preflight_table.scaling(rows, price=4.2).count("\n") == 7
+  assert preflight_table.scaling(rows, 4.2, 128).count("\n") == 7
 
 
 @pytest.mark.parametrize(
