@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from seed_jax import sharding
 from seed_jax.sharding import ROWS
 
 
@@ -66,6 +67,44 @@ def _normalised(logits, chosen, total, largest):
   return logprob, log_sum - total(exponentials * finite) / sum_, peak + log_sum
 
 
+def product(equation: str, x: jax.Array, w: jax.Array, spec: P, out: P | None = None) -> jax.Array:
+  """einsum(equation, x, w) with a weight that lies under `spec`: gathered over `fsdp` in the dtype of x, where it is
+  used, and again in the backward pass.
+
+  The weight's gradient goes the same way back: what a device has of it from its rows is summed and scattered over
+  `fsdp` at once, in the dtype of x. Left to the compiler it would be summed on every device, which moves twice as much
+  and holds it whole. `out` is the result's sharding where the contraction leaves it open.
+  """
+  whole = sharding.gathered(spec)
+
+  def plain(x, w):
+    return jnp.einsum(equation, x, jax.sharding.reshard(w.astype(x.dtype), whole), out_sharding=out)
+
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.shape["fsdp"] == 1:
+    return plain(x, w)
+  inputs, result = equation.split("->")
+  left, right = inputs.split(",")
+  scattered = list(spec).index("fsdp")
+
+  def backward(saved, g):
+    x, w = saved
+    rows = jax.typeof(x).sharding.spec
+    d_x = jnp.einsum(f"{result},{right}->{left}", g, jax.sharding.reshard(w.astype(x.dtype), whole), out_sharding=rows)
+
+    def local(x, g):
+      d = jnp.einsum(f"{left},{result}->{right}", x, g)
+      d = jax.lax.psum_scatter(d, "fsdp", scatter_dimension=scattered, tiled=True)
+      return jax.lax.psum(d, "data") if mesh.shape["data"] > 1 else d
+
+    shards = dict(in_specs=(rows, jax.typeof(g).sharding.spec), out_specs=spec, check_vma=False)
+    return d_x, jax.shard_map(local, **shards)(x, g).astype(w.dtype)
+
+  call = jax.custom_vjp(plain)
+  call.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
+  return call(x, w)
+
+
 # Logits of a chunk on one device, 256 MiB as float32: a few times that is what the log-probabilities take of memory.
 CHUNK_LOGITS = 2**26
 
@@ -85,8 +124,9 @@ def token_logprobs(
   The logits of `chunk` tokens a device (None: CHUNK_LOGITS / V) exist at a time, in the backward pass, too, where they
   are computed again: memory is chunk * V instead of B * R * V. A loop goes over the chunks, for a compiler may
   schedule the chunks of an unrolled one at once. Rows stay on their device and a vocabulary over `tp` is reduced where
-  it lies: what devices exchange is [tokens], in the backward pass [tokens, D] once and the gradient of the head once.
-  Logits are float32 whatever `hidden` is.
+  it lies: what devices exchange is [tokens], in the backward pass [tokens, D] once. The head, stored with D over
+  `fsdp`, is gathered once and its gradient summed and scattered once, as `product` does it. Logits are float32
+  whatever `hidden` is.
   """
   B, R, D = hidden.shape
   V = head.shape[1]
@@ -94,7 +134,7 @@ def token_logprobs(
   mesh = jax.sharding.get_abstract_mesh()
   rows, tp = math.prod(mesh.shape[axis] for axis in ROWS[0]), mesh.shape["tp"]
   # Over one device there is nothing to sum, but the compiler would leave a copy.
-  over_rows, over_vocab = (tuple(a for a in axes if mesh.shape[a] > 1) for axes in (ROWS[0], ("tp",)))
+  over_data, over_fsdp, over_vocab = (tuple(a for a in (axis,) if mesh.shape[a] > 1) for axis in mesh.axis_names)
   columns = max((chunk or CHUNK_LOGITS // (V // tp)) // (B // rows), 1)
   chunks = -(-R // columns)
   columns = -(-R // chunks)  # as even as can be: padding is less than a column a chunk
@@ -102,13 +142,18 @@ def token_logprobs(
 
   def logits_of(h, w, t):
     """float32 [b, c, v] of one chunk on one device, and where the targets are among them."""
-    logits = jnp.einsum("bcd,dv->bcv", h, w.astype(h.dtype), preferred_element_type=jnp.float32) * scale
+    logits = jnp.einsum("bcd,dv->bcv", h, w, preferred_element_type=jnp.float32) * scale
     at = jnp.arange(logits.shape[-1]) + jax.lax.axis_index("tp") * logits.shape[-1]
     if num_valid is not None and num_valid < V:
       logits = jnp.where(at < num_valid, logits, -jnp.inf)
     return logits, at == t[..., None]
 
+  def gathered(w, dtype):
+    return jax.lax.all_gather(w.astype(dtype), over_fsdp, axis=0, tiled=True) if over_fsdp else w.astype(dtype)
+
   def forward(h, w, t):
+    w = gathered(w, h.dtype)
+
     def one(h, t):
       total = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), over_vocab)  # noqa: E731
       largest = lambda x: jax.lax.pmax(jnp.max(x, axis=-1), over_vocab)  # noqa: E731
@@ -118,6 +163,8 @@ def token_logprobs(
     return out
 
   def backward(h, w, t, norm, entropy, g_logprob, g_entropy=None):
+    stored, w = w.dtype, gathered(w, h.dtype)
+
     def one(d_head, h, t, norm, entropy, g_logprob, g_entropy=None):
       logits, chosen = logits_of(h, w, t)
       p = jnp.exp(logits - norm[..., None])
@@ -125,15 +172,17 @@ def token_logprobs(
       if g_entropy is not None:  # dH/dz = -p (log p + H)
         g -= g_entropy[..., None] * p * (jnp.where(p > 0, logits - norm[..., None], 0.0) + entropy[..., None])
       g = (g * scale).astype(h.dtype)
-      d_h = jnp.einsum("bcv,dv->bcd", g, w.astype(h.dtype), preferred_element_type=jnp.float32)
+      d_h = jnp.einsum("bcv,dv->bcd", g, w, preferred_element_type=jnp.float32)
       d_head += jnp.einsum("bcd,bcv->dv", h, g, preferred_element_type=jnp.float32)
       return d_head, (d_h.astype(h.dtype),)
 
     per_token = (h, t, norm, entropy, g_logprob) + (() if g_entropy is None else (g_entropy,))
     d_head, (d_h,) = _over_columns(one, jnp.zeros(w.shape, jnp.float32), per_token, chunks, columns)
-    return jax.lax.psum(d_h, over_vocab), jax.lax.psum(d_head, over_rows).astype(w.dtype)
+    if over_fsdp:
+      d_head = jax.lax.psum_scatter(d_head.astype(h.dtype), over_fsdp, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(d_h, over_vocab), jax.lax.psum(d_head, over_data).astype(stored)
 
-  whole, vocab, token = P(*ROWS, None, None), P(None, "tp"), P(*ROWS, None)
+  whole, vocab, token = P(*ROWS, None, None), P("fsdp", "tp"), P(*ROWS, None)
 
   @jax.custom_vjp
   def both(hidden, head, targets):

@@ -55,7 +55,7 @@ def response_logprobs(params, context: Context, targets: jax.Array, config: Mode
   hidden = decoder.forward(params, context.tokens, context.positions, context.segment_ids, config)
   picked = decoder.gather_positions(hidden, context.index)
   return ops.token_logprobs(
-    picked, decoder.head(params), targets, temperature=temperature, num_valid=config.num_valid_tokens
+    picked, decoder.stored_head(params), targets, temperature=temperature, num_valid=config.num_valid_tokens
   )
 
 

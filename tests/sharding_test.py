@@ -71,7 +71,7 @@ def test_every_parameter_has_one_axis_name_per_dimension(changes):
 
 def test_check_divisible_names_the_parameter_and_the_numbers(params):
   sharding.check_divisible(params, sharding.make_mesh(2, 2, 2))
-  with pytest.raises(ValueError, match=r"layers/down \(2, 48, 32\): model=32 does not divide over \('fsdp',\)=6"):
+  with pytest.raises(ValueError, match=r"embed \(64, 32\): model=32 does not divide over \('fsdp',\)=6"):
     sharding.check_divisible(params, sharding.make_mesh(1, 6, 1))
   odd = params | {"embed": jnp.zeros((63, 32))}
   with pytest.raises(ValueError, match=r"embed \(63, 32\): vocab=63 does not divide over \('tp',\)=2"):

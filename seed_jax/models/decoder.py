@@ -90,14 +90,12 @@ def forward(
   )
 
   def layer(x, weights, cache, index=None):
-    weights = jax.tree.map(lambda w, s: jax.sharding.reshard(w.astype(x.dtype), sharding.gathered(s)), weights, specs)
-    weights = _with_held_heads(weights, config)
     with jax.named_scope("attention"):
       normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
-      out, cache = _attention(normed, weights, angles, positions, segment_ids, cache, index, config)
+      out, cache = _attention(normed, weights, specs, angles, positions, segment_ids, cache, index, config)
       x = x + out
     with jax.named_scope("mlp"):
-      x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights)
+      x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights, specs)
     return x, cache
 
   if cache is None and config.remat != "none":
@@ -170,16 +168,20 @@ def heads_outside(spec: jax.sharding.Sharding) -> Format:
   return Format(Layout(major_to_minor=(0, 2, 1, 3)), spec)
 
 
-def head(params: dict) -> jax.Array:
-  """The output matrix [D, V], gathered over `fsdp`, its vocabulary over `tp`."""
-  if "head" in params:
-    return jax.sharding.reshard(params["head"], P(None, "tp"))
-  return jax.sharding.reshard(params["embed"], P("tp", None)).T
+def stored_head(params: dict) -> jax.Array:
+  """The output matrix [D, V] as it lies: D over `fsdp`, its vocabulary over `tp`."""
+  return params["head"] if "head" in params else params["embed"].T
+
+
+def head(params: dict, dtype: jnp.dtype | None = None) -> jax.Array:
+  """The output matrix [D, V] in `dtype` (None: its own), gathered over `fsdp`, its vocabulary over `tp`."""
+  matrix = stored_head(params)
+  return jax.sharding.reshard(matrix if dtype is None else matrix.astype(dtype), P(None, "tp"))
 
 
 def logits_at(params: dict, hidden: jax.Array, config: ModelConfig) -> jax.Array:
   """float32 logits [..., V] of hidden states [..., D]; rows of a padded vocabulary at -inf."""
-  x = jnp.einsum("...d,dv->...v", hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+  x = jnp.einsum("...d,dv->...v", hidden, head(params, hidden.dtype), preferred_element_type=jnp.float32)
   return ops.mask_padded_vocab(x, config.num_valid_tokens)
 
 
@@ -202,46 +204,35 @@ def gather_positions(hidden: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _embed(params, tokens, config):
-  """Each shard of the vocabulary looks up the tokens that it has; the sum over `tp` is no more than [B, T, D]."""
+  """Each device looks up, of the tokens of its whole `fsdp` group, the part of the vocabulary and of D that it stores;
+  then each gets the rest of D for its own rows. So no device ever holds the table or its gradient whole, and what is
+  exchanged is no more than [B, T, D], which is summed over `tp`.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
 
   def local(table, tokens):
+    if mesh.shape["fsdp"] > 1:
+      tokens = jax.lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
     row = tokens - jax.lax.axis_index("tp") * table.shape[0]
-    found = table.at[row].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    found = table.at[row].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(config.dtype)
+    if mesh.shape["fsdp"] > 1:
+      found = jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
     return jax.lax.psum(found, "tp")
 
-  rows = P(ROWS, None)
-  table = jax.sharding.reshard(params["embed"], P("tp", None))
-  embed = jax.shard_map(local, in_specs=(P("tp", None), rows), out_specs=P(ROWS, None, None))
-  return embed(table, jax.sharding.reshard(tokens, rows)).astype(config.dtype)
+  rows, table = P(ROWS, None), sharding.spec("vocab", "model")
+  embed = jax.shard_map(local, in_specs=(table, rows), out_specs=P(ROWS, None, None))
+  return embed(jax.sharding.reshard(params["embed"], table), jax.sharding.reshard(tokens, rows))
 
 
 def _held_heads(config):
   return sharding.held_kv_heads(config.num_kv_heads, jax.sharding.get_abstract_mesh().shape["tp"])
 
 
-def _with_held_heads(weights, config):
-  """A layer's weights with those of keys and values for the heads that `tp` holds, each device's own next to it.
-
-  Repeated are the weights and not what they compute, so that no device computes a head that it does not read. Nothing
-  moves; a weight's gradient is the sum over the devices that share its head.
-  """
-  copies = _held_heads(config) // config.num_kv_heads
-  if copies == 1:
-    return weights
-
-  def held(w):  # [..., K, H] -> [..., K * copies, H]
-    many = jnp.broadcast_to(w[..., None, :], (*w.shape[:-1], copies, w.shape[-1]))
-    return jax.sharding.reshard(many.reshape(*w.shape[:-2], -1, w.shape[-1]), P(*[None] * (w.ndim - 2), "tp", None))
-
-  return weights | {name: held(w) for name, w in weights.items() if name in ("k", "v", "k_bias", "v_bias")}
-
-
-def _attention(x, w, angles, positions, segment_ids, cache, layer, config):
-  q = jnp.einsum("btd,dnh->btnh", x, w["q"])
-  k = jnp.einsum("btd,dkh->btkh", x, w["k"])
-  v = jnp.einsum("btd,dkh->btkh", x, w["v"])
+def _attention(x, w, specs, angles, positions, segment_ids, cache, layer, config):
+  q = ops.product("btd,dnh->btnh", x, w["q"], specs["q"])
+  k, v = (_keys_or_values(x, w, name, specs, config) for name in ("k", "v"))
   if config.qkv_bias:
-    q, k, v = q + w["q_bias"], k + w["k_bias"], v + w["v_bias"]
+    q = q + w["q_bias"].astype(x.dtype)
   if config.qk_norm:
     q = ops.rms_norm(q, w["q_norm"], config.rms_norm_eps)
     k = ops.rms_norm(k, w["k_norm"], config.rms_norm_eps)
@@ -250,10 +241,33 @@ def _attention(x, w, angles, positions, segment_ids, cache, layer, config):
     out = attention.attend_packed(q, k, v, positions, segment_ids)
   else:
     out, cache = attention.extend_slots(q, k, v, cache, positions, layer)
-  return jnp.einsum("btnh,nhd->btd", out, w["o"], out_sharding=P(ROWS, None, None)), cache
+  return ops.product("btnh,nhd->btd", out, w["o"], specs["o"], P(ROWS, None, None)), cache
 
 
-def _mlp(x, w):
+def _keys_or_values(x, w, name, specs, config):
+  """[B, T, K, H] of the heads that `tp` holds (`sharding.held_kv_heads`), each device's own on it.
+
+  Where these are copies, the weights are repeated and not what they compute, so that no device computes a head that it
+  does not read. Nothing moves; a weight's gradient is the sum over the devices that share its head.
+  """
+  weight, bias = w[name], w.get(f"{name}_bias")
+  copies = _held_heads(config) // config.num_kv_heads
+  if copies == 1:
+    out = ops.product("btd,dkh->btkh", x, weight, specs[name])
+  else:
+    whole = jax.sharding.reshard(weight.astype(x.dtype), sharding.gathered(specs[name]))
+    out = jnp.einsum("btd,dkh->btkh", x, _repeated(whole, copies))
+    bias = None if bias is None else _repeated(bias, copies)
+  return out if bias is None else out + bias.astype(x.dtype)
+
+
+def _repeated(w, copies):
+  """[..., K, H], whole on every device -> [..., K * copies, H] over `tp`."""
+  many = jnp.broadcast_to(w[..., None, :], (*w.shape[:-1], copies, w.shape[-1]))
+  return jax.sharding.reshard(many.reshape(*w.shape[:-2], -1, w.shape[-1]), P(*[None] * (w.ndim - 2), "tp", None))
+
+
+def _mlp(x, w, specs):
   """silu(x gate) * (x up) down, over [B * T, D].
 
   With B and T apart, the weights' gradients contract over two axes, for which XLA on a CPU turns [B, T, F] around in
@@ -261,6 +275,6 @@ def _mlp(x, w):
   """
   B, T, D = x.shape
   x = jax.lax.reshape(x, (B * T, D), out_sharding=P(ROWS, None))
-  hidden = jax.nn.silu(jnp.einsum("md,df->mf", x, w["gate"])) * jnp.einsum("md,df->mf", x, w["up"])
-  out = jnp.einsum("mf,fd->md", hidden, w["down"], out_sharding=P(ROWS, None))
+  gate, up = (ops.product("md,df->mf", x, w[name], specs[name]) for name in ("gate", "up"))
+  out = ops.product("mf,fd->md", jax.nn.silu(gate) * up, w["down"], specs["down"], P(ROWS, None))
   return jax.lax.reshape(out, (B, T, D), out_sharding=P(ROWS, None, None))
