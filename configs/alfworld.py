@@ -65,7 +65,7 @@ def get_config(argument: str = "qwen2_5_3b,v5e:4x4") -> ConfigDict:
 
   # SDAR's log of this setting with Qwen2.5-3B has 599 tokens a sample, a fifth of them sampled; TextWorld takes 10-15
   # steps a second.
-  c.preflight.update(dict(prompt=480.0, response=120.0, skill=60.0, analysis_prompt=6_000.0, analysis_response=300.0))
+  c.preflight.update(dict(prompt=480.0, response=120.0, analysis_prompt=6_000.0, analysis_response=300.0))
   c.preflight.environment_seconds = 0.08
 
   tpu.apply(c, model, topology)

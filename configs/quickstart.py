@@ -123,7 +123,7 @@ def get_config(method: str = "seed") -> ConfigDict:
   # Stage `preflight`: dollars per chip-hour (0: unknown); which programs are compiled, as "update,decode" (empty: all;
   # "none": predictions alone); how many other choices it compiles where they do not fit; mean numbers of tokens to
   # predict with, see roofline.Work.
-  c.preflight = ConfigDict(dict(price=0.0, programs="", tries=6, prompt=30.0, response=6.0, skill=20.0))
+  c.preflight = ConfigDict(dict(price=0.0, programs="", tries=6, prompt=30.0, response=6.0))
   c.preflight.update(dict(analysis_prompt=250.0, analysis_response=40.0, environment_seconds=0.001))
 
   # Stage `compare`: every arm with every seed, all arms of a seed from one SFT checkpoint, measured on train.panel.

@@ -44,6 +44,8 @@ def plan_of(config, slice_: Slice) -> Plan:
     tp=mesh.tp,
     actor_tp=actor_tp,
     row_length=shape.length,
+    responses=shape.responses,
+    widening=max(shape.skill_length, shape.length) / shape.length,
     rows=shape.rows,
     # config.rollout.slots are those of all hosts, and every copy of the weights has equally many
     slots=max(math.ceil(c.rollout.slots / slice_.hosts / copies), 1) * copies,

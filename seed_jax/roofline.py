@@ -91,7 +91,6 @@ class Work:
   turns: float = 30
   prompt: float = 480  # tokens that a turn adds to read
   response: float = 120  # tokens sampled in a turn
-  skill: float = 60  # tokens of a skill
   analysis_prompt: float = 3000  # tokens that the request for a skill adds to read
   analysis_response: float = 250
   window: bool = True
@@ -128,8 +127,10 @@ class Plan:
   tp: int
   actor_tp: int
   row_length: int
+  responses: int  # of a row: columns for which there are logits
   rows: int  # of a micro-batch, on all chips
   slots: int  # of one host
+  widening: float = 1.0  # length of a row in the skill context, where scored in pairs of both, over row_length
   gather_bytes: int = 2  # of a weight that `fsdp` gathers: 2 where it is cast before, 4 where after
   gradient_bytes: int = 4
   moment_bytes: int = 4
@@ -190,11 +191,10 @@ def _ring(n: int) -> float:
   return (n - 1) / n
 
 
-def learner_pass(plan: Plan, micro_tokens: float, logits: float, *, train: bool) -> Phase:
-  """One micro-batch of `micro_tokens` tokens on all chips, forward, or forward and backward; its useful operations are
-  those of full rows, so that `times` can apply the rows' filling.
-  """
+def learner_pass(plan: Plan, *, train: bool) -> Phase:
+  """One micro-batch on all chips, forward, or forward and backward; its useful operations are those of full rows."""
   m, s = plan.model, plan.slice
+  micro_tokens, logits = plan.rows * plan.row_length, plan.rows * plan.responses
   flops, bandwidth, network = _rate(plan)
   chips = plan.row_chips * plan.tp
   keys = plan.row_length / 2
@@ -232,8 +232,8 @@ def score_phase(plan: Plan, work: Work) -> Phase:
   all mini-batches but the first, and the reference's where there is a KL term.
   """
   later = 1 - 1 / work.minibatches
-  longer = 1 + work.skill / work.length
-  passes = later + (longer if work.skills else 0) + (1 if work.reference else 0)
+  pair = later * plan.widening + plan.widening if work.skills else later
+  passes = pair + (1 if work.reference else 0)
   return _over_samples(plan, work, train=False).times(passes)
 
 
@@ -253,7 +253,7 @@ def _over_samples(plan, work, *, train):
   columns = work.samples * work.length / work.fill
   # each mini-batch ends in a micro-batch that is not full
   count = work.minibatches * math.ceil(columns / work.minibatches / micro_tokens)
-  phase = learner_pass(plan, micro_tokens, micro_tokens * work.targets / work.length, train=train).times(count)
+  phase = learner_pass(plan, train=train).times(count)
   forward = forward_flops(
     plan.model, tokens=work.samples * work.length, keys=work.length / 2, logits=work.samples * work.targets
   )

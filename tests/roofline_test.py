@@ -74,7 +74,7 @@ def plan_of(model="qwen2_5_3b", topology="v5e:4x4", tp=1, rows=1, **changes):
   slice_ = topologies.parse(topology)
   preset = dataclasses.replace(presets.get(model), remat=changes.pop("remat", "full"))
   shards = slice_.chips // tp
-  base = Plan(preset, slice_, 1, shards, tp, actor_tp=2, row_length=2560, rows=rows * shards, slots=32)
+  base = Plan(preset, slice_, 1, shards, tp, actor_tp=2, row_length=2560, responses=1024, rows=rows * shards, slots=32)
   return dataclasses.replace(base, **changes)
 
 
@@ -96,18 +96,17 @@ def test_a_decode_step_reads_the_weights_and_the_cache():
 
 def test_a_micro_batch_takes_its_operations_over_the_rate():
   plan = plan_of()
-  tokens = plan.rows * plan.row_length
   m = plan.model
-  forward = tokens * (2 * roofline.layer_params(m) + 4 * 36 * 16 * 128 * 1280) + 2 * 100 * 151_936 * 2048
-  got = roofline.learner_pass(plan, tokens, 100, train=True)
+  forward = 16 * 2560 * (2 * roofline.layer_params(m) + 4 * 36 * 16 * 128 * 1280) + 2 * 16 * 1024 * 151_936 * 2048
+  got = roofline.learner_pass(plan, train=True)
   # forward, backward of twice that, and with full remat all layers once more
   assert got.compute == pytest.approx(4 * forward / 16 / (197e12 * 0.75), rel=1e-9)
   assert got.useful == pytest.approx(3 * forward)
-  assert roofline.learner_pass(plan, tokens, 100, train=False).compute == pytest.approx(got.compute / 4)
+  assert roofline.learner_pass(plan, train=False).compute == pytest.approx(got.compute / 4)
 
 
 def test_what_is_gathered_grows_with_the_chips_and_no_further():
-  one, many = (roofline.learner_pass(plan_of(topology=t), 1e5, 0, train=True).transfer for t in ("v5e:1x1", "v5e:4x4"))
+  one, many = (roofline.learner_pass(plan_of(topology=t), train=True).transfer for t in ("v5e:1x1", "v5e:4x4"))
   assert one == 0.0
   m = presets.get("qwen2_5_3b")
   # two gathers in bfloat16 and the gradients in float32, over two links of 50 GB/s
@@ -135,6 +134,17 @@ def test_the_goals_of_the_shipped_presets_are_met_on_paper():
   assert phase(plan, "update", work).mfu(plan.slice) >= 0.45
   large = plan_of("qwen2_5_7b", "v5p:4x4x4", remat="dots_no_batch", actor_tp=4, slots=8)
   assert phase(large, "update", work).mfu(large.slice) >= 0.45
+
+
+def test_scoring_passes_are_those_of_the_learner():
+  """One mini-batch: the skill context; four: that and three quarters of the ordinary one; then the reference's."""
+  plan = plan_of(widening=1.2)
+  score = lambda **changes: phase(plan, "score", Work(**changes)).compute  # noqa: E731
+  one = score(skills=False, reference=True)
+  assert score(skills=True, reference=False) == pytest.approx(1.2 * one)
+  many = dict(minibatches=4, episodes=1024)
+  each = score(**many, skills=False, reference=True) / 1.75
+  assert score(**many) == pytest.approx(each * (1.2 * 1.75 + 1))
 
 
 def test_each_mini_batch_ends_in_a_micro_batch_that_is_not_full():
