@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +28,7 @@ class Training:
 
   scoring: learn.Scoring
   step: update.Update
-  optimizer: object  # optax.GradientTransformation
+  optimizer: optax.GradientTransformation
   shape: RowShape
   reference: bool
   minibatches: int
@@ -52,8 +53,9 @@ def actor_mesh(plan: Plan) -> Mesh:
 
 
 def programs(plan: Plan, training: Training) -> dict[str, Callable[[], jax.stages.Lowered]]:
-  """name -> a call that lowers it. score, update (the gradients of a mini-batch), optimizer,
-  prefill, decode, reshard, and grow where slots grow."""
+  """name -> a call that lowers it: score, update (the gradients of a mini-batch), optimizer, prefill, decode, reshard,
+  and grow where slots grow.
+  """
   learner, actor = learner_mesh(plan), actor_mesh(plan)
   grow = {"grow": lambda: lower_grow(plan, training, actor)} if training.smaller else {}
   return {

@@ -225,7 +225,7 @@ class Run(Workdir):
     return tasks
 
   def row_shapes(self, section) -> tuple[RowShape, ...]:
-    """`row_shapes` on this run's mesh."""
+    """Row shapes of a config section on this run's mesh."""
     return row_shapes(section, sharding.num_row_shards(self.mesh))
 
   # -- helpers --
@@ -234,20 +234,21 @@ class Run(Workdir):
     return functools.partial(text.find_stop, self.tokenizer, stop_strings=strings) if strings else None
 
 
-def _readable(trajectories):
-  return [t for t in trajectories if t.turns and not t.error]
-
-
-def row_shapes(section, shards: int) -> tuple[RowShape, ...]:
-  """Row shapes of a config section: micro-batches of about `micro_tokens` tokens; with `skill_room` (a fraction) the
-  skill rows are so much longer than the ordinary ones, which the room for skills would leave unfilled.
+def row_shapes(section, rows: int) -> tuple[RowShape, ...]:
+  """Row shapes of a config section over so many row shards: micro-batches of about `micro_tokens` tokens; with
+  `skill_room` (a fraction) the skill rows are so much longer than the ordinary ones, which the room for skills would
+  leave unfilled.
   """
   shapes = []
   for length in section.row_lengths:
-    count = max(section.micro_tokens // length // shards, 1) * shards
+    count = max(section.micro_tokens // length // rows, 1) * rows
     responses = max(int(length * section.response_fraction), 1)
     shapes.append(RowShape(length, responses, count, int(length * (1 + section.get("skill_room", 0.0)))))
   return tuple(shapes)
+
+
+def _readable(trajectories):
+  return [t for t in trajectories if t.turns and not t.error]
 
 
 def preset_model(config: ConfigDict) -> ModelConfig:

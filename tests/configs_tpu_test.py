@@ -12,7 +12,7 @@ from seed_jax.update import LossConfig
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("model, topology", tpu.shipped(), ids=",".join)
+@pytest.mark.parametrize("model, topology", tpu.shipped(), ids=map(",".join, tpu.shipped()))
 def test_a_shipped_preset_is_planned_within_a_chips_memory(model, topology):
   c = alfworld.get_config(f"{model},{topology}")
   chip, chips = tpu.parse(topology)

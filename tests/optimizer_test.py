@@ -8,7 +8,7 @@ import pytest
 
 from seed_jax.models import decoder
 from seed_jax.models.config import ModelConfig
-from seed_jax.optimizer import OptimizerConfig, make_optimizer, schedule
+from seed_jax.optimizer import OptimizerConfig, make_optimizer, round_stochastically, schedule
 
 CONFIG = ModelConfig("Qwen2ForCausalLM", 24, 16, 2, 4, 2, 8, 40, qkv_bias=True)
 
@@ -126,3 +126,34 @@ def test_unknown_names_are_refused_with_the_choices():
     schedule(OptimizerConfig(schedule="step"), 10)
   with pytest.raises(ValueError, match="optimizer rule 'sgd' is unknown; choose one of adamw, muon"):
     make_optimizer(OptimizerConfig(rule="sgd"), 10)
+  with pytest.raises(ValueError, match="moment_dtype 'int8' is unknown; choose one of float32, bfloat16"):
+    make_optimizer(OptimizerConfig(moment_dtype="int8"), 10)
+
+
+def test_stochastic_rounding_keeps_the_mean_and_what_bfloat16_holds():
+  exact = jnp.asarray([1.0, -2.5, 0.0, 2.0**-100, jnp.inf])
+  np.testing.assert_array_equal(round_stochastically(exact, jax.random.key(1)).astype(jnp.float32), exact)
+  between = jnp.full(10_000, 1.0 + 2**-7 / 4, jnp.float32)  # a quarter of the way from 1 to the next number
+  rounded = np.asarray(round_stochastically(between, jax.random.key(0)).astype(jnp.float32))
+  assert set(rounded) == {1.0, 1.0 + 2**-7}
+  assert np.mean(rounded > 1) == pytest.approx(0.25, abs=0.02)  # deviation sqrt(3/16/10,000) = 0.004
+  assert np.isnan(round_stochastically(jnp.full(3, jnp.nan), jax.random.key(0)).astype(jnp.float32)).all()
+
+
+def test_bfloat16_moments_take_half_the_memory_and_fall_as_float32_ones_do():
+  """After one gradient of 1 and 300 of 0 the second moment is 0.001 * 0.999^300 = 0.00074; rounded to nearest, it would
+  stay at 0.001.
+  """
+  params = {"layers": {"gate": jnp.ones((50, 40))}}
+  chain = make_optimizer(OptimizerConfig(clip_norm=1e9, weight_decay=0.0, moment_dtype="bfloat16"), 301)
+  gradients = jnp.zeros((301, 50, 40)).at[0].set(1.0)
+
+  def step(state, gradient):
+    updates, state = chain.update({"layers": {"gate": gradient}}, state, params)
+    return state, updates["layers"]["gate"]
+
+  state, updates = jax.jit(lambda: jax.lax.scan(step, chain.init(params), gradients))()
+  moments = [x for x in jax.tree.leaves(state) if x.ndim]
+  assert [x.dtype for x in moments] == [jnp.bfloat16] * 2 and updates.dtype == jnp.float32
+  assert float(jnp.mean(moments[1].astype(jnp.float32))) == pytest.approx(0.001 * 0.999**300, rel=0.01)
+  np.testing.assert_allclose(updates[0], -1e-6, rtol=1e-4)  # the first step computes with what was not yet rounded
