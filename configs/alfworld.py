@@ -63,6 +63,11 @@ def get_config(argument: str = "qwen2_5_3b,v5e:4x4") -> ConfigDict:
   c.evaluate.update(dict(mechanism_tasks=60, mechanism_samples=4, mechanism_split="valid_unseen"))
   c.evaluate.also = (("valid_unseen", 134),)
 
+  # SDAR's log of this setting with Qwen2.5-3B has 599 tokens a sample, a fifth of them sampled; TextWorld takes 10-15
+  # steps a second.
+  c.preflight.update(dict(prompt=480.0, response=120.0, analysis_prompt=6_000.0, analysis_response=300.0))
+  c.preflight.environment_seconds = 0.08
+
   tpu.apply(c, model, topology)
   c.update_from_flattened_dict(methods.settings(method))
   return c

@@ -206,7 +206,7 @@ class Engine:
     for size, room in itertools.product(self.slot_buckets, self.slots.rooms):
       shape = f"{size} slots of {room}"
       for T in self.token_buckets:
-        for width in self._widths(size, T):
+        for width in prefill_widths(size, T, self.shards, self.prefill_tokens):
           yield f"prefill {width}x{T} in {shape}", lambda a=(size, room, width, T): self._try_prefill(*a)
       yield f"decode {shape}", lambda a=(size, room): self._try_generate(*a)
       yield f"other than {shape}", lambda a=(size, room): self._try_moves(*a)
@@ -260,14 +260,6 @@ class Engine:
 
   # -- prefill --
 
-  def _widths(self, size, T):
-    """Numbers of slots that one call reads T tokens of, about prefill_tokens or a quarter of them in all. As many as
-    there are slots means a call on all of them in place, which copies nothing.
-    """
-    most = max(1 << max(self.prefill_tokens // T // self.shards, 1).bit_length() - 1, 4) * self.shards
-    few = min(most // 4, max(size // 2, self.shards))
-    return (few, size if most >= size else most)
-
   def _prefill(self, out) -> int:
     """One call: the oldest request and those whose rest is about as long. Returns the padded tokens that were read."""
     largest = self.token_buckets[-1]
@@ -276,7 +268,7 @@ class Engine:
     picks = [s for s in T_of if T_of[s] == T]
     size, shards = self.table.size, self.shards
     in_place = [s for s in picks if self._filling[s].source == s]
-    few, many = self._widths(size, T)
+    few, many = prefill_widths(size, T, shards, self.prefill_tokens)
     if many == size and len(in_place) > few:
       width, place = size, {s: s for s in in_place}
     else:
@@ -405,3 +397,13 @@ class Engine:
   def _try_moves(self, size, room):
     with self._spare(size, room):
       self.slots.try_moves(self.slot_buckets)
+
+
+def prefill_widths(size: int, T: int, shards: int, prefill_tokens: int) -> tuple[int, int]:
+  """Numbers of slots, of `size`, that one call reads T tokens of: a few, and many, about `prefill_tokens` tokens.
+
+  As many as there are slots means a call on all of them in place, which copies nothing.
+  """
+  most = max(1 << max(prefill_tokens // T // shards, 1).bit_length() - 1, 4) * shards
+  few = min(most // 4, max(size // 2, shards))
+  return few, size if most >= size else most

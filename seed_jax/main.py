@@ -67,7 +67,15 @@ def work(values: flags.FlagValues) -> None:
 
   stages = chosen_stages(values.stages, run_module.STAGES, run_module.EXTRA_STAGES)
   run_module.set_up_jax(cache_folder())
-  run = run_module.Run(values.config, values.workdir, plain=values.plain, resume_from=values.resume_from)
+  options = dict(plain=values.plain, resume_from=values.resume_from)
+  if "preflight" in stages:  # for chips that are not here: no mesh, and no stage that needs one
+    if stages != ["preflight"] or not values.topology:
+      raise UsageError("preflight runs alone and for a slice; example: --stages=preflight --topology=v5e:4x4")
+    from seed_jax.preflight import Preflight
+
+    run = Preflight(values.config, values.workdir, topology=values.topology, **options)
+  else:
+    run = run_module.Run(values.config, values.workdir, **options)
   run.open()
   left = run.plan(stages)
   say(run.headline(values.config_path, stages, left))
@@ -101,7 +109,7 @@ def parse(argv: list[str]) -> flags.FlagValues:
   flags.DEFINE_bool("plain", None, "progress as lines instead of bars", **define)
   flags.DEFINE_bool("list", False, "print the stages and methods, and what is done in --workdir, and stop", **define)
   flags.DEFINE_integer("resume_from", None, "go back to this checkpoint of the stage under way", **define)
-  flags.DEFINE_string("topology", None, "devices that the stage preflight compiles for", **define)
+  flags.DEFINE_string("topology", None, "the slice that the stage preflight compiles for, as v5e:4x4", **define)
   flags.DEFINE_bool("traceback", False, "show where an error was raised", **define)
   flags.DEFINE_bool("help", False, "show this help", short_name="h", **define)
   flags.DEFINE_string(
@@ -196,8 +204,6 @@ def chosen_stages(asked: list[str], default: tuple[str, ...], extra: tuple[str, 
   """The stages that --stages asks for, those of `default` where it does not. Raises UsageError for an unknown one."""
   known = (*default, *extra)
   for stage in asked:
-    if stage == "preflight":
-      raise UsageError("the stage preflight is not there yet; leave it out")
     if stage not in known:
       raise UsageError(f"the stage {stage!r} is unknown; there are {', '.join(known)}{near(stage, known)}")
   return list(dict.fromkeys(asked)) or list(default)

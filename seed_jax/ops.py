@@ -182,7 +182,9 @@ def token_logprobs(
       d_head = jax.lax.optimization_barrier(
         d_head.astype(h.dtype)
       )  # else the compiler drops the cast and sends float32
-      d_head = jax.lax.psum_scatter(d_head, over_fsdp, scatter_dimension=0, tiled=True)
+      # Another barrier: where the head is no embedding, the TPU compiler would move the scatter out of the loop over
+      # micro-batches and fail at the cast before their sum (libtpu 0.0.42, while_loop_all_reduce_code_motion).
+      d_head = jax.lax.optimization_barrier(jax.lax.psum_scatter(d_head, over_fsdp, scatter_dimension=0, tiled=True))
     return jax.lax.psum(d_h, over_vocab), jax.lax.psum(d_head, over_data).astype(stored)
 
   whole, vocab, token = P(*ROWS, None, None), P("fsdp", "tp"), P(*ROWS, None)

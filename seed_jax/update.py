@@ -219,11 +219,19 @@ class Update:
 
   def compile(self, state: TrainState, batch: Batch) -> None:
     """Compiles all that an update with batches like this one calls, and runs nothing: the state stays as it is."""
-    denominators = total_counts([batch])
-    grads, metrics = self._zeros(state.params, batch, denominators)
+    _, metrics = self._zeros(state.params, batch, total_counts([batch]))
     self._no_metrics(metrics)
-    self._accumulate.lower(state.params, grads, metrics, batch, denominators).compile()
-    self._apply.lower(state, grads, metrics).compile()
+    for lowered in self.lower(state, batch).values():
+      lowered.compile()
+
+  def lower(self, state: TrainState, batch: Batch) -> dict[str, jax.stages.Lowered]:
+    """The two large programs of an update, by name, not compiled; shapes will do for state and batch."""
+    denominators = jax.eval_shape(lambda batch: total_counts([batch]), batch)
+    grads, metrics = jax.eval_shape(self._zeros, state.params, batch, denominators)
+    return {
+      "gradients": self._accumulate.lower(state.params, grads, metrics, batch, denominators),
+      "optimizer": self._apply.lower(state, grads, metrics),
+    }
 
 
 class Pieces:

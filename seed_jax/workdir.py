@@ -14,7 +14,7 @@ from seed_jax import methods
 from seed_jax.metrics import read_json, write_json
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
-EXTRA_STAGES = ("library", "compare")  # run where they are asked for
+EXTRA_STAGES = ("library", "compare", "preflight")  # run where they are asked for
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
 START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # what such runs have in common
 
@@ -42,9 +42,10 @@ class Workdir:
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
     theirs = read_json(path) if path.exists() else {}
-    # what is compared may grow; the arms have configs of their own
-    differences = _differences(ours | {"compare": None}, theirs | {"compare": None}) if theirs else []
-    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json"}:
+    # what is compared may grow, the arms have configs of their own; what is only predicted with may change
+    free = {"compare": None, "preflight": None}
+    differences = _differences(ours | free, theirs | free) if theirs else []
+    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json"}:
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
     if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one

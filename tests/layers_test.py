@@ -16,6 +16,7 @@ ORDER = """
   ground: sharding ops flash_decode attention
   models: models.config models.presets models.decoder models.vision models.hf_names models.gguf_file
   models: models.hf_files models.hf_shards models.hf
+  models: topologies roofline
   inference: decode requests slots engine score
   records: progress metrics intervals across_seeds records
   learning: optimizer update checkpoint checkpoint_params
@@ -24,7 +25,8 @@ ORDER = """
   measures: propositions instruments
   programs: workdir run reward_model regrade replay_buffer supervised curve base collect annotate library_stage
   programs: skill_branch sft train mechanism evaluate
-  programs: charts page skill_report report compare_results compare_page compare preflight main convert
+  programs: charts page skill_report report compare_results compare_page compare
+  programs: preflight_programs preflight_compile preflight_plans preflight_table preflight main convert
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()

@@ -111,7 +111,7 @@ def test_an_unknown_method_is_refused_before_anything_is_written(fault, tmp_path
       "--stages=base,trian",
       "the stage 'trian' is unknown; there are base, collect, annotate, sft, train, evaluate, report",
     ),
-    ("--stages=preflight", "the stage preflight is not there yet"),
+    ("--stages=preflight,train", "preflight runs alone and for a slice"),
   ],
 )
 def test_a_wrong_argument_is_named(fault, tmp_path, argument, told):

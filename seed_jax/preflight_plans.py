@@ -1,0 +1,211 @@
+"""From a config to a plan on a slice, and from a plan to others: of the same slice, or of more chips."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from seed_jax import decode, learn, methods, optimizer, roofline, topologies, update
+from seed_jax.batching import RowShape
+from seed_jax.models.config import REMAT
+from seed_jax.preflight_programs import Training
+from seed_jax.roofline import Plan, Work
+from seed_jax.run import optimizer_config, preset_model, row_shapes
+from seed_jax.topologies import Slice
+from seed_jax.train import loss_config
+from seed_jax.workdir import ConfigError
+
+# ---------------------------------------------------------------- from a config
+
+
+def plan_of(config, slice_: Slice) -> Plan:
+  """The meshes and sizes of a config on a slice; ConfigError where they are not of one size."""
+  c, mesh, actors = config, config.mesh, config.actor_mesh
+  chips = mesh.data * mesh.fsdp * mesh.tp
+  if chips != slice_.chips:
+    raise ConfigError(
+      f"config.mesh {mesh.data}x{mesh.fsdp}x{mesh.tp} (data, fsdp, tp) has {chips} chips and {slice_.name} has "
+      f"{slice_.chips}: choose the config's argument or config.mesh for this slice"
+    )
+  actor_tp = actors.tp or mesh.tp
+  if actors.fsdp != 1 or slice_.host_chips % actor_tp:
+    raise ConfigError(
+      f"config.actor_mesh (fsdp={actors.fsdp}, tp={actor_tp}) does not lie within a host of {slice_.host_chips} chips"
+    )
+  copies = slice_.host_chips // actor_tp
+  shape = longest_rows(c)
+  return Plan(
+    model=preset_model(c),
+    slice=slice_,
+    data=mesh.data,
+    fsdp=mesh.fsdp,
+    tp=mesh.tp,
+    actor_tp=actor_tp,
+    row_length=shape.length,
+    responses=shape.responses,
+    widening=max(shape.skill_length, shape.length) / shape.length,
+    rows=shape.rows,
+    # config.rollout.slots are those of all hosts, and every copy of the weights has equally many
+    slots=max(math.ceil(c.rollout.slots / slice_.hosts / copies), 1) * copies,
+    moment_bytes=2 if c.train.optimizer.moment_dtype == "bfloat16" else 4,
+  )
+
+
+def longest_rows(config) -> RowShape:
+  """The row shape of training that takes most memory."""
+  return max(row_shapes(config.train, config.mesh.data * config.mesh.fsdp), key=lambda shape: shape.length)
+
+
+def work_of(config) -> Work:
+  """What an iteration of the config asks for; the mean numbers of tokens are those of config.preflight."""
+  t, p, method = config.train, config.preflight, methods.get(config.method)
+  return Work(
+    episodes=t.tasks_per_iteration * t.group_size,
+    turns=config.rollout.max_steps,
+    window=config.rollout.mode == "window",
+    skills=method.needs_skills,
+    reference=bool(t.loss.kl_coef),
+    minibatches=t.minibatches,
+    workers=max(config.rollout.workers, 1),
+    **{f.name: p[f.name] for f in dataclasses.fields(Work) if f.name in p},
+  )
+
+
+def training_of(config) -> Training:
+  """All else that decides what is compiled."""
+  c = config
+  method, loss, model = methods.get(c.method), loss_config(c), preset_model(c)
+  chain = optimizer.make_optimizer(optimizer_config(c.train.optimizer), c.train.iterations * c.train.minibatches)
+  capacity = max(c.rollout.capacity, c.analysis.max_prompt + c.analysis.max_response)
+  return Training(
+    scoring=learn.Scoring(model, method, loss, c.train.rescore),
+    step=update.make_update(model, update.MethodLoss(method, loss), chain, temperature=loss.temperature),
+    optimizer=chain,
+    shape=longest_rows(c),
+    reference=bool(loss.kl_coef),
+    minibatches=c.train.minibatches,
+    sampling=decode.Sampling(loss.temperature, c.rollout.top_k, c.rollout.top_p),
+    stop_ids=(model.eos_id or 0,),
+    capacity=capacity,
+    smaller=tuple(sorted(b for b in c.rollout.capacity_buckets if b < capacity)),
+    prefill_tokens=c.rollout.prefill_tokens,
+    prefill_width=max(c.rollout.prefill_buckets),
+  )
+
+
+# ---------------------------------------------------------------- other choices on the same slice
+
+
+def candidates(plan: Plan, work: Work, capacity: int) -> list[Plan]:
+  """Plans with other remat, fewer rows, fewer slots or more chips an actor, the fastest first, and none that is
+  hopeless by the estimate.
+  """
+  shards, host = plan.row_chips, plan.slice.host_chips
+  rows = [n * shards for n in _halves(plan.rows // shards)]
+  out = []
+  for remat, r, tp in itertools.product(REMAT, rows, _actor_tps(plan, plan.slice)):
+    for slots in _halves(max(plan.slots // (host // tp), 1)):
+      model = dataclasses.replace(plan.model, remat=remat)
+      out.append(dataclasses.replace(plan, model=model, rows=r, actor_tp=tp, slots=slots * (host // tp)))
+  out = [p for p in out if p != plan and roofline.estimate(p, work, capacity) <= plan.slice.chip.hbm]
+  return sorted(out, key=lambda p: seconds(p, work))
+
+
+def _actor_tps(plan, slice_):
+  """Chips that a copy of the weights may lie over, the plan's or more: they divide a host and the key/value heads."""
+  more = (n for n in (1, 2, 4, 8) if slice_.host_chips % n == 0 and plan.model.num_kv_heads % n == 0)
+  return sorted({n for n in more if n > plan.actor_tp} | {min(plan.actor_tp, slice_.host_chips)})
+
+
+def _halves(n: int) -> list[int]:
+  """n, n/2, n/4 ... 1."""
+  return [n >> i for i in range(n.bit_length())]
+
+
+def seconds(plan: Plan, work: Work) -> float:
+  """Of an iteration."""
+  return sum(phase.seconds for phase in roofline.iteration(plan, work))
+
+
+def retrained(training: Training, plan: Plan) -> Training:
+  """The same training for another plan of the same slice."""
+  s = training.scoring
+  loss = update.MethodLoss(s.method, s.loss)
+  return dataclasses.replace(
+    training,
+    scoring=dataclasses.replace(s, model=plan.model),
+    step=update.make_update(plan.model, loss, training.optimizer, temperature=s.loss.temperature),
+    shape=dataclasses.replace(training.shape, rows=plan.rows),
+  )
+
+
+def settings(plan: Plan, other: Plan) -> list[str]:
+  """What to write on the command line to get from one plan to the other."""
+  host, hosts = plan.slice.host_chips, plan.slice.hosts
+  changed = {
+    "model.remat": (plan.model.remat, other.model.remat),
+    "train.micro_tokens": (plan.rows * plan.row_length, other.rows * plan.row_length),
+    "rollout.slots": (plan.slots * hosts, other.slots * hosts),
+    "actor_mesh.tp": (plan.actor_tp, other.actor_tp),
+    "actor_mesh.data": (host // plan.actor_tp, host // other.actor_tp),
+  }
+  return [f"--config.{name}={new}" for name, (old, new) in changed.items() if new != old]
+
+
+# ---------------------------------------------------------------- other slices
+
+
+def slices(plan: Plan) -> list[Slice]:
+  """All slices of the plan's chip over which its learner divides, the smallest first."""
+  chip = plan.slice.chip
+  every = (topologies.parse(f"{chip.name}:{shape}") for shape in chip.shapes)
+  return sorted((s for s in every if s.chips % (plan.data * plan.tp) == 0), key=lambda s: s.chips)
+
+
+def on_slice(plan: Plan, slice_: Slice) -> Plan:
+  """The plan on another slice of the same chip: as many rows and slots a chip, `fsdp` as wide as it gets."""
+  fsdp = slice_.chips // (plan.data * plan.tp)
+  rows = plan.rows // plan.row_chips * plan.data * fsdp
+  slots = max(plan.slots // plan.slice.host_chips, 1) * slice_.host_chips
+  return dataclasses.replace(plan, slice=slice_, fsdp=fsdp, rows=rows, slots=slots, update_received=0.0)
+
+
+def fewest_chips(plan: Plan, work: Work, capacity: int) -> Slice | None:
+  """The smallest slice of the same chip that, by the estimate, holds the model with full remat, one row a shard and one
+  slot for every copy of the weights.
+  """
+  model = dataclasses.replace(plan.model, remat="full")
+  for slice_ in slices(plan):
+    least = on_slice(dataclasses.replace(plan, model=model, rows=plan.row_chips), slice_)
+    for tp in _actor_tps(plan, slice_):
+      small = dataclasses.replace(least, slots=slice_.host_chips // tp, actor_tp=tp)
+      if roofline.estimate(small, work, capacity) <= slice_.chip.hbm:
+        return slice_
+  return None
+
+
+def scaling(plan: Plan, work: Work, *, least: int = 16, most: int = 512) -> Iterator[dict]:
+  """The same plan on slices of `least` to `most` chips, nothing compiled: as many episodes a chip (weak scaling), and
+  the same episodes on all (strong scaling).
+  """
+  for slice_ in slices(plan):
+    if not least <= slice_.chips <= most:
+      continue
+    other = on_slice(plan, slice_)
+    more = dataclasses.replace(work, episodes=max(work.episodes * slice_.chips // plan.slice.chips, 1))
+    phases = roofline.iteration(other, more)
+    learning = next(phase for phase in phases if phase.name == "update")
+    longest = max(phases, key=lambda phase: phase.seconds)
+    total = seconds(other, more)
+    yield {
+      "topology": slice_.name,
+      "chips": slice_.chips,
+      "episodes": more.episodes,
+      "seconds": total,
+      "dominates": f"{longest.name} ({longest.term})",
+      "update_mfu": learning.mfu(slice_),
+      "chip_hours": total * slice_.chips / 3600,
+      "strong_seconds": seconds(other, work),
+    }

@@ -1,0 +1,211 @@
+"""The programs of a training run as shapes on a slice: what `preflight` compiles, lowered as the run lowers them.
+
+Shapes: S slots of one host, C capacity of a slot, P slots of one prefill call, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from seed_jax import batching, decode, learn, score, sharding, topologies, update
+from seed_jax.batching import RowShape
+from seed_jax.engine import prefill_widths
+from seed_jax.models import decoder
+from seed_jax.requests import COORDINATES
+from seed_jax.roofline import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """What the programs of a run depend on besides the plan."""
+
+  scoring: learn.Scoring
+  step: update.Update
+  optimizer: optax.GradientTransformation
+  shape: RowShape
+  reference: bool
+  minibatches: int
+  sampling: decode.Sampling
+  stop_ids: tuple[int, ...]
+  capacity: int
+  smaller: tuple[int, ...]  # capacities with which slots begin
+  prefill_tokens: int
+  prefill_width: int  # tokens of a slot that one call reads
+  check_every: int = 16
+
+
+def learner_mesh(plan: Plan) -> Mesh:
+  """The learner's mesh over all chips of the slice."""
+  return sharding.make_mesh(plan.data, plan.fsdp, plan.tp, devices=topologies.devices(plan.slice))
+
+
+def actor_mesh(plan: Plan) -> Mesh:
+  """The mesh of one host's chips, on which it plays: rows over copies of the weights, heads over `tp`."""
+  host = plan.slice.host()
+  return sharding.make_mesh(host.chips // plan.actor_tp, 1, plan.actor_tp, devices=topologies.devices(host))
+
+
+def programs(plan: Plan, training: Training) -> dict[str, Callable[[], jax.stages.Lowered]]:
+  """name -> a call that lowers it: score, update (the gradients of a mini-batch), optimizer, prefill, decode, reshard,
+  and grow where slots grow.
+  """
+  learner, actor = learner_mesh(plan), actor_mesh(plan)
+  grow = {"grow": lambda: lower_grow(plan, training, actor)} if training.smaller else {}
+  return {
+    "score": lambda: lower_score(plan, training, learner),
+    "update": lambda: lower_update(plan, training, learner)["gradients"],
+    "optimizer": lambda: lower_update(plan, training, learner)["optimizer"],
+    "prefill": lambda: lower_prefill(plan, training, actor),
+    "decode": lambda: lower_decode(plan, training, actor),
+    "reshard": lambda: lower_reshard(plan),
+  } | grow
+
+
+# ---------------------------------------------------------------- the learner's
+
+
+def lower_score(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+  """The dearest scoring program: both contexts at once where a later mini-batch needs them, else the skill context,
+  else the ordinary one of the reference.
+  """
+  s = training.scoring
+  params = abstract_params(plan, mesh, jnp.float32)
+  batch = abstract_batch(training, mesh)
+  options = dict(temperature=s.loss.temperature)
+  with jax.set_mesh(mesh):
+    if s.method.needs_skills and (training.minibatches > 1 or not s.own_old) and s.rescore == "iteration":
+      lower = score.score_pair.lower
+      return lower(params, batch.ordinary, batch.skill, batch.targets, batch.count, s.model, **options)
+    context = batch.skill if s.method.needs_skills else batch.ordinary
+    start = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return score.score.lower(params, context, batch.targets, batch.count, s.model, start=start, **options)
+
+
+def lower_update(plan: Plan, training: Training, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
+  """The gradients of a mini-batch and the optimizer step."""
+  params = abstract_params(plan, mesh, jnp.float32)
+  batch = abstract_batch(training, mesh)
+  with jax.set_mesh(mesh):
+    state = on_mesh(jax.eval_shape(lambda p: update.init_state(p, training.optimizer), params), mesh)
+    reference = params if training.reference else None
+    scored = lambda b, p, r: learn.scored(b, p, r, training.scoring, first=training.scoring.own_old)  # noqa: E731
+    batch = on_mesh(jax.eval_shape(scored, batch, params, reference), mesh)
+    return training.step.lower(state, batch.replace(skill=None))
+
+
+def abstract_params(plan: Plan, mesh: Mesh, dtype) -> dict:
+  """Parameters under their stored specs; ValueError where they do not divide over the mesh."""
+  shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), plan.model))
+  sharding.check_divisible(shapes, mesh)
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+  return jax.tree.map(place, shapes, sharding.param_specs(shapes, mesh))
+
+
+def abstract_batch(training: Training, mesh: Mesh) -> update.Batch:
+  """A batch as `batching` lays it out, on the mesh."""
+  one = sharding.make_mesh()
+  shapes = jax.eval_shape(lambda: batching.empty_batch(training.shape, one, **training.scoring.batch_options))
+  spec = lambda x: P(None, *sharding.ROWS) if x.ndim else P()  # noqa: E731
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))), shapes)
+
+
+def on_mesh(tree, mesh: Mesh):
+  """Shapes that carry specs, on the devices of a mesh; what carries none is whole everywhere."""
+
+  def place(x):
+    spec = P() if x.sharding is None else x.sharding.spec
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+  return jax.tree.map(place, tree)
+
+
+# ---------------------------------------------------------------- the actors'
+
+
+def actor_params(plan: Plan, mesh: Mesh) -> dict:
+  """One copy of the weights on a host, bfloat16, as the decode loop reads them (`decoder.for_decode`)."""
+  params = abstract_params(plan, mesh, plan.model.dtype)
+  for name in ("q", "k", "v"):
+    leaf = params["layers"][name]
+    place = decoder.heads_outside(leaf.sharding)
+    params["layers"][name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+  return params
+
+
+def lower_decode(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+  """The sampling loop over all slots of a host."""
+  slot, number = _arrays(mesh, plan.slots)
+  params = actor_params(plan, mesh)
+  with jax.set_mesh(mesh):
+    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.capacity)), mesh)
+    return decode.generate.lower(
+      params,
+      cache,
+      *[slot(jnp.int32)] * 3,
+      _draw(slot),
+      *[number] * 2,
+      plan.model,
+      sampling=training.sampling,
+      max_new=training.check_every,
+      stop_ids=training.stop_ids,
+    )
+
+
+def lower_prefill(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+  """The largest piece of prompts that one call reads into some of the slots."""
+  T = training.prefill_width
+  width = prefill_widths(plan.slots, T, sharding.num_row_shards(mesh), training.prefill_tokens)[1]
+  row, number = _arrays(mesh, width)
+  whole = width == plan.slots  # all slots in their order: none is taken out
+  params = actor_params(plan, mesh)
+  with jax.set_mesh(mesh):
+    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.capacity)), mesh)
+    return decode.prefill.lower(
+      params,
+      cache,
+      *([None] * 2 if whole else [row(jnp.int32)] * 2),
+      row(jnp.int32),
+      row(jnp.int32, T),
+      row(jnp.int32),
+      _draw(row),
+      number,
+      plan.model,
+      sampling=training.sampling,
+    )
+
+
+def lower_grow(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+  """The step to slots of the full capacity, for which both caches exist at a time."""
+  with jax.set_mesh(mesh):
+    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.smaller[-1])), mesh)
+    return decode.grow.lower(cache, training.capacity)
+
+
+def lower_reshard(plan: Plan) -> jax.stages.Lowered:
+  """From the learner's shards in float32 to one bfloat16 copy on every host, over its `tp` chips."""
+  mesh = learner_mesh(plan)
+  copies = plan.slice.host_chips // plan.actor_tp
+  grid = mesh.devices.reshape(plan.slice.hosts, copies, 1, plan.actor_tp)
+  by_host = Mesh(grid, ("host", *sharding.AXES))
+  params = abstract_params(plan, mesh, jnp.float32)
+  out = jax.tree.map(lambda s: NamedSharding(by_host, sharding.gathered(s)), sharding.param_specs(params, mesh))
+  cast = lambda p: jax.tree.map(lambda x: x.astype(plan.model.dtype), p)  # noqa: E731
+  return jax.jit(cast, out_shardings=out).lower(params)
+
+
+def _arrays(mesh: Mesh, count: int):
+  """Shapes of one value a slot, and of a number."""
+  rows, whole = NamedSharding(mesh, sharding.ROWS), NamedSharding(mesh, P())
+  slot = lambda dtype, *more: jax.ShapeDtypeStruct((count, *more), dtype, sharding=rows)  # noqa: E731
+  return slot, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+
+
+def _draw(slot) -> decode.Draw:
+  return decode.Draw(slot(jnp.int32, COORDINATES), slot(jnp.int32), slot(jnp.float32))

@@ -1,0 +1,204 @@
+"""What preflight plans, reads of a compiler's answer, and advises; nothing is compiled for a TPU here."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from configs import alfworld
+from seed_jax import main, preflight_compile, preflight_plans, preflight_table, roofline, topologies
+from seed_jax import preflight as stage
+from seed_jax.preflight_compile import GIB, Compiled, collectives, compile_program, memory_needed
+from seed_jax.workdir import ConfigError
+
+OPTIMISED = """\
+HloModule jit_step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%x, %y)
+}
+
+%all-reduce-scatter.1 (p: bf16[16,64]) -> bf16[4,64] {
+  %whole = bf16[16,64]{1,0:T(8,128)} all-reduce(%p), channel_id=4, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%start (p: f32[8,32]) -> (f32[8,32], f32[32,32]) {
+  %g = bf16[32,32]{1,0} all-gather(%p), channel_id=1, replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
+}
+
+%done (p: f32[8,32]) -> f32[32,32] {
+  %g = bf16[32,32]{1,0} all-gather(%p), channel_id=1, replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
+}
+
+%layer (p: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
+  %a = f32[32,32] fusion(%p), kind=kCustom, calls=%start
+  %b = f32[32,32] fusion(%a), kind=kCustom, calls=%done
+  %c = bf16[4,64] fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%micro (p: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
+  %w = (s32[], f32[8,32]) while(%p), condition=%end, body=%layer
+  %r = (f32[10]{0}, f32[]) all-reduce(%x, %y), channel_id=2, replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+ENTRY %main (p: f32[8,32]) -> f32[8,32] {
+  %w = (s32[], f32[8,32]) while(%p), condition=%end, body=%micro
+  %d = f32[8,8]{1,0} collective-permute(%p), channel_id=3, source_target_pairs={{0,1}}
+}
+"""
+
+
+def test_collectives_are_counted_as_often_as_they_run():
+  counts, received = collectives(OPTIMISED, layers=10, loops=1)
+  assert counts == {"all-gather": 10, "reduce-scatter": 10, "all-reduce": 1, "collective-permute": 1}
+  # of four chips each receives 3/4 of what is gathered or scattered, twice that of what is summed
+  gathered, scattered, summed, sent = 32 * 32 * 2 * 0.75, 16 * 64 * 2 * 0.75, 2 * 44 * 0.75, 8 * 8 * 4
+  assert received == 10 * (gathered + scattered) + summed + sent
+
+
+def test_outside_of_a_loop_nothing_is_multiplied():
+  counts, _ = collectives(OPTIMISED, layers=10, loops=0)
+  assert counts["all-reduce"] == 10 and counts["collective-permute"] == 1
+
+
+@pytest.mark.parametrize(
+  "message, gib",
+  [
+    (
+      "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (29.50G) exceeds available HBM (15.75G).",
+      29.5,
+    ),
+    ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Used 32.25G of 15.75G hbm. Exceeded hbm capacity by 16.5G", 32.25),
+    ("INTERNAL: (3.0G) exceeds available HBM", 0),
+  ],
+)
+def test_the_compilers_refusal_says_how_much_it_needed(message, gib):
+  assert memory_needed(message) == gib * GIB
+
+
+class Lowered:
+  """Stands in for a lowered program; counts how often it is compiled."""
+
+  compiled = 0
+
+  def as_text(self):
+    return "module"
+
+  def compile(self):
+    self.compiled += 1
+    raise preflight_compile.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: (20.0G) exceeds available HBM (15.75G)")
+
+
+def test_nothing_is_compiled_twice(monkeypatch, tmp_path):
+  monkeypatch.setattr(preflight_compile, "versions", lambda: ["compiler 1"])
+  lowered = Lowered()
+  first, second = (compile_program("update", lowered, layers=36, stamps=tmp_path) for _ in range(2))
+  assert lowered.compiled == 1 and not first.again and second.again
+  assert second.peak == second.needed == 20 * GIB
+  monkeypatch.setattr(preflight_compile, "versions", lambda: ["compiler 2"])
+  assert not compile_program("update", lowered, layers=36, stamps=tmp_path).again
+  assert lowered.compiled == 2
+
+
+def case(argument="qwen2_5_3b,v5e:4x4", **changes):
+  c = alfworld.get_config(argument)
+  c.update_from_flattened_dict(changes)
+  slice_ = topologies.parse(argument.split(",")[1])
+  return c, preflight_plans.plan_of(c, slice_), preflight_plans.work_of(c)
+
+
+def test_a_config_becomes_a_plan():
+  c, plan, work = case()
+  assert (plan.data, plan.fsdp, plan.tp, plan.actor_tp, plan.row_length, plan.rows) == (1, 16, 1, 2, 2560, 16)
+  assert plan.slots == c.rollout.slots // 4  # of one of four hosts
+  assert (work.episodes, work.turns, work.minibatches, work.reference, work.skills) == (128, 30, 8, True, True)
+  assert work.prompt + work.response == 600
+  assert not preflight_plans.work_of(alfworld.get_config("qwen2_5_3b,v5e:4x4,grpo")).skills
+
+
+def test_a_mesh_of_another_size_than_the_slice_is_refused_with_the_numbers():
+  c = alfworld.get_config("qwen2_5_3b,v5e:4x4")
+  with pytest.raises(
+    ConfigError, match=re.escape("config.mesh 1x16x1 (data, fsdp, tp) has 16 chips and v5e:4x8 has 32")
+  ):
+    preflight_plans.plan_of(c, topologies.parse("v5e:4x8"))
+  c.actor_mesh.tp = 8
+  with pytest.raises(ConfigError, match=re.escape("(fsdp=1, tp=8) does not lie within a host of 4 chips")):
+    preflight_plans.plan_of(c, topologies.parse("v5e:4x4"))
+
+
+def test_candidates_come_fastest_first_and_the_hopeless_are_left_out():
+  _, plan, work = case(**{"model.remat": "none", "train.micro_tokens": 16 * 4 * 2560})
+  others = preflight_plans.candidates(plan, work, capacity=8192)
+  seconds = [preflight_plans.seconds(p, work) for p in others]
+  assert others and seconds == sorted(seconds)
+  assert all(roofline.estimate(p, work, 8192) <= plan.slice.chip.hbm for p in others)
+  assert {p.model.remat for p in others} <= {"full", "attention_out", "dots_no_batch", "dots"}
+  last = others[-1]
+  options = preflight_plans.settings(plan, last)
+  assert f"--config.model.remat={last.model.remat}" in options
+  changed = dict(option.removeprefix("--config.").split("=") for option in options)
+  values = {k: v if k == "model.remat" else int(v) for k, v in changed.items()}
+  _, again, _ = case(**values)
+  assert again == last  # what is advised on the command line is that plan
+
+
+def test_the_smallest_slice_by_the_estimate():
+  _, plan, work = case("qwen2_5_7b,v5e:8x8")
+  least = preflight_plans.fewest_chips(plan, work, capacity=8192)
+  assert 16 <= least.chips <= 64  # 20 bytes of each of 7.6e9 parameters alone fill nine chips
+  with_more = dataclasses.replace(work, reference=False)
+  assert preflight_plans.fewest_chips(plan, with_more, capacity=8192).chips <= least.chips
+
+
+def test_memory_counts_what_else_lies_there():
+  c, plan, work = case()
+  training = preflight_plans.training_of(c)
+  held = roofline.resident_bytes(plan, work, training.capacity)
+  update = Compiled("update", peak=5 * GIB, arguments=GIB)
+  # its own parameters are in its peak, the moments, the reference, the actors' copy and their cache are not
+  assert stage.total_bytes(plan, work, training, update) == 5 * GIB + sum(held.values()) - held["params"]
+  result = stage.summary(plan, work, training, {"update": update}, price=1.2)
+  assert result["fits"] and result["programs"]["update"]["limit_gib"] == 15.75
+  assert result["cost_per_iteration"] == pytest.approx(result["predicted_seconds"] / 3600 * 16 * 1.2)
+  assert json.loads(json.dumps(result)) and "fits" in preflight_table.text(result)
+  tight = dataclasses.replace(update, peak=10 * GIB)
+  assert not stage.summary(plan, work, training, {"update": tight}, price=0.0)["fits"]
+
+
+def test_what_does_not_fit_is_told_with_advice():
+  c, plan, work = case()
+  training = preflight_plans.training_of(c)
+  told = stage.advice(plan, work, training, (), 0, None, lambda text: None)
+  assert re.search(
+    r"0 were compiled and none fits; by the estimate v5e:\dx4 \(\d+ chips\) is the smallest", told["text"]
+  )
+
+
+def test_scaling_names_the_term_that_dominates():
+  _, plan, work = case("qwen2_5_7b,v5p:4x4x4")
+  rows = list(preflight_plans.scaling(plan, work))
+  assert [row["chips"] for row in rows] == [16, 32, 64, 128, 256, 512]
+  assert all(row["episodes"] == 2 * row["chips"] and re.fullmatch(r"\w+ \(\w+\)", row["dominates"]) for row in rows)
+  strong = [row["strong_seconds"] for row in rows]
+  assert strong == sorted(strong, reverse=True)  # the same work on more chips
+  weak = [row["seconds"] for row in rows]
+  assert max(weak) < 1.5 * min(weak)  # as much work a chip
+  assert preflight_table.scaling(rows, 4.2, 128).count("\n") == 7
+
+
+@pytest.mark.parametrize(
+  "arguments, told",
+  [
+    (["--stages=preflight"], "preflight runs alone and for a slice; example: --stages=preflight --topology=v5e:4x4"),
+    (["--stages=preflight,train", "--topology=v5e:4x4"], "preflight runs alone and for a slice"),
+    (["--stages=preflight", "--topology=v5e-16"], "the topology 'v5e-16' is unknown; there are "),
+  ],
+)
+def test_a_wrong_command_ends_in_one_line(capfd, tmp_path, arguments, told):
+  command = ["main", "--config=configs/alfworld.py:qwen2_5_3b,v5e:4x4", f"--workdir={tmp_path / 'w'}", *arguments]
+  command[1] = command[1].replace("configs", str(main.pathlib.Path(main.__file__).parents[1] / "configs"))
+  assert main.cli(command) in (1, 2)
+  assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {told}")
+  assert not (tmp_path / "w").exists()
