@@ -1,3 +1,4 @@
+# extras: alfworld
 """SEED on ALFWorld as in the paper, on Cloud TPU: 2,400 official games, 150 iterations of 16 tasks x 8 episodes.
 
   python -m seed_jax.main --config=configs/alfworld.py:qwen2_5_3b,v5e:4x4 --workdir=gs://BUCKET/alfworld_3b \

@@ -89,9 +89,10 @@ class Run(Workdir):
 
   def load_policy(self, name: str) -> tuple[ModelConfig, dict]:
     """A policy's shape and its parameters on the mesh; a host reads no more than its share into memory."""
-    config, params = hf.load_sharded(str(self.policy_path(name)), self.mesh)
+    path = str(self.policy_path(name))
     if self.config.model.get("preset"):
-      presets.check(self.config.model.preset, config)
+      presets.check(self.config.model.preset, hf.read_config(path))
+    config, params = hf.load_sharded(path, self.mesh)
     return self.runtime(config), params
 
   def runtime(self, config: ModelConfig) -> ModelConfig:
