@@ -43,6 +43,7 @@ def test_the_decode_kernels_compile_and_copy_no_cache(topology):
   [
     ("v5e:2x2", "qwen2_5_3b", 36, 4, 1),
     ("v5e:2x2", "qwen2_5_3b", 4, 2, 2),
+    ("v5e:2x2", "qwen2_5_3b", 4, 1, 4),  # two key/value heads over four chips
     ("v5p:2x2x1", "qwen2_5_7b", 28, 1, 4),
     ("v6e:2x2", "qwen3_1_7b", 4, 4, 1),
     ("v5e:2x2", "qwen2_5_0_5b", 4, 4, 1),
