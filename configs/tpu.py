@@ -171,7 +171,7 @@ def estimate(c: ConfigDict) -> dict[str, float]:
   actors = chips // actor.tp
   cache = 2 * L * max(K // actor.tp, 1) * H * capacities * 2 * -(-c.rollout.slots // actors)
   T = max(c.train.row_lengths)
-  head = V * D // tp * (4 + 4 + 2) + 3 * 2**28
+  head = V * D // tp * (2 + 4 + 4) + 3 * 2**28  # bfloat16, its float32 gradient, and what their sum is made in
   products = (2 * N * H + 2 * K * H + 2 * D + 2 * F) // tp if c.model.remat == "dots_no_batch" else 0
   work = 4 * T * (4 * F + 4 * N * H) // tp + 16 * T * D + 2 * 2 * (3 * D * F + 2 * D * N * H) // tp
   update = head + 2 * L * T * (D + products) + work

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_cases import random_params
 
 from seed_jax import sharding
 from seed_jax.models import decoder
@@ -143,3 +144,15 @@ def test_a_decode_loop_on_a_tpu_gets_the_same_weights_with_heads_outside(monkeyp
   for name in ("q", "k", "v"):
     assert moved["layers"][name].format.layout.major_to_minor == (0, 2, 1, 3)
     assert moved["layers"][name].sharding == params["layers"][name].sharding
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2)])
+def test_in_bfloat16_a_copy_that_was_cast_before_gives_the_very_same_logits(shape):
+  """An actor's copy is cast once, where the scorer casts the master weights as it goes."""
+  config = dataclasses.replace(CONFIG, dtype="bfloat16", scan_layers=True)
+  mesh = sharding.make_mesh(*shape)
+  params, tokens = sharding.put_params(random_params(config), mesh), sharding.put_rows(np.ones((2, 5), np.int32), mesh)
+  cast = {name: jax.tree.map(lambda x: x.astype(jnp.bfloat16), leaf) for name, leaf in params.items()}
+  cast["final_norm"] = params["final_norm"]
+  with jax.set_mesh(mesh):
+    np.testing.assert_array_equal(decoder.logits(params, tokens, config), decoder.logits(cast, tokens, config))

@@ -54,6 +54,12 @@ def test_the_decode_loop_needs_no_memory_besides_the_cache(topology, model, laye
   assert report["temp"] < 0.05 * report["cache"], report
 
 
+def test_two_heads_over_four_chips_need_the_logits_besides_the_cache():
+  (report,) = compiled("generate", "v5e:2x2", "qwen2_5_3b", 4, 1, 4)
+  assert report["kernels"] == 2 and report["scatters"] == 0, report
+  assert report["temp"] < 0.05 * report["cache"] + 32 * 151_936 * 4, report
+
+
 def test_reading_a_prompt_copies_the_part_of_the_cache_that_it_touches():
   """8 of 64 slots, 1/8 of the cache; their scores are held for one slot at a time."""
   (report,) = compiled("prefill", "v5e:2x2", "qwen2_5_3b", 36, 4, 1)

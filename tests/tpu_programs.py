@@ -36,7 +36,7 @@ def struct(mesh, shape, dtype, *axes):
 
 
 def placed(mesh, shapes, dtype):
-  specs = sharding.param_specs(shapes)
+  specs = sharding.param_specs(shapes, mesh)
   return jax.tree.map(lambda x, spec: struct(mesh, x.shape, dtype, *spec), shapes, specs)
 
 

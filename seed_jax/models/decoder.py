@@ -90,6 +90,8 @@ def forward(
   )
 
   def layer(x, weights, cache, index=None):
+    # Matrices are cast as they are gathered and vectors here, in the scorer and the update as in an actor's cast copy.
+    weights = {name: w if "fsdp" in tuple(specs[name]) else w.astype(x.dtype) for name, w in weights.items()}
     with jax.named_scope("attention"):
       normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
       out, cache = _attention(normed, weights, specs, angles, positions, segment_ids, cache, index, config)
@@ -232,7 +234,7 @@ def _attention(x, w, specs, angles, positions, segment_ids, cache, layer, config
   q = ops.product("btd,dnh->btnh", x, w["q"], specs["q"])
   k, v = (_keys_or_values(x, w, name, specs, config) for name in ("k", "v"))
   if config.qkv_bias:
-    q = q + w["q_bias"].astype(x.dtype)
+    q = q + w["q_bias"]
   if config.qk_norm:
     q = ops.rms_norm(q, w["q_norm"], config.rms_norm_eps)
     k = ops.rms_norm(k, w["k_norm"], config.rms_norm_eps)
@@ -258,7 +260,7 @@ def _keys_or_values(x, w, name, specs, config):
     whole = jax.sharding.reshard(weight.astype(x.dtype), sharding.gathered(specs[name]))
     out = jnp.einsum("btd,dkh->btkh", x, _repeated(whole, copies))
     bias = None if bias is None else _repeated(bias, copies)
-  return out if bias is None else out + bias.astype(x.dtype)
+  return out if bias is None else out + bias
 
 
 def _repeated(w, copies):
