@@ -132,7 +132,7 @@ def on_mesh(tree, mesh: Mesh):
 def actor_params(plan: Plan, mesh: Mesh) -> dict:
   """One copy of the weights on a host, bfloat16, as the decode loop reads them (`decoder.for_decode`)."""
   params = abstract_params(plan, mesh, plan.model.dtype)
-  for name in ("q", "k", "v"):
+  for name in ("q", "k", "v") if mesh.devices.flat[0].platform == "tpu" else ():
     leaf = params["layers"][name]
     place = decoder.heads_outside(leaf.sharding)
     params["layers"][name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

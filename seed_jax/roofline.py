@@ -132,7 +132,7 @@ class Plan:
   slots: int  # of one host
   widening: float = 1.0  # length of a row in the skill context, where scored in pairs of both, over row_length
   gather_bytes: int = 2  # of a weight that `fsdp` gathers: 2 where it is cast before, 4 where after
-  gradient_bytes: int = 4
+  gradient_bytes: int = 2  # of a weight's gradient that is summed and scattered over `fsdp`, see `ops.product`
   moment_bytes: int = 4
   update_received: float = 0.0  # bytes that a chip receives for a micro-batch's gradients, where a compiler has told
 
@@ -343,7 +343,7 @@ def update_bytes(plan: Plan) -> float:
   tokens = plan.rows * plan.row_length / plan.row_chips
   gradients = 4 * num_params(m) / (plan.fsdp * plan.tp)
   layer = layer_params(m) / m.num_layers * (2 + plan.gather_bytes) / plan.tp
-  table = head_params(m) * (4 + 4 + plan.gather_bytes) / plan.tp  # gathered, and two gradients in float32
+  table = head_params(m) * (4 + plan.gradient_bytes + plan.gather_bytes) / plan.tp  # gathered; its gradient; as sent
   work = 2.0 * tokens * (8 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
   return gradients + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table + work
 

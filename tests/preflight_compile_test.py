@@ -52,9 +52,10 @@ def test_3b_fits_sixteen_v5e_chips_and_an_iteration_is_predicted_under_four_minu
   assert told["programs"]["decode"]["received_gib"] < 0.01
 
 
-@pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:4x4"])
-def test_7b_fits(preflight, topology):
-  code, told, _ = preflight(f"qwen2_5_7b,{topology}", topology, "update,decode")
+@pytest.mark.parametrize("topology, programs", [("v5p:4x4x4", "update,decode"), ("v6e:4x4", "update")])
+def test_7b_fits(preflight, topology, programs):
+  """Its head is no embedding: the compiler takes another way through the gradients than for 3B."""
+  code, told, _ = preflight(f"qwen2_5_7b,{topology}", topology, programs)
   assert code == 0 and told["fits"]
   assert told["programs"]["update"]["with_rest_gib"] < 0.9 * told["limit_gib"]
 
