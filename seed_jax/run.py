@@ -157,8 +157,9 @@ class Run(Workdir):
     )
 
   def play(self, engine: Engine, pool: Pool, episodes: Sequence[Episode], **options) -> list[Trajectory]:
-    """`rollout.play` as the config says."""
-    return play(engine, pool, self.prompter, episodes, answer_after=self.config.rollout.answer_after, **options)
+    """`rollout.play` as the config says. Raises Preempted where the run was asked to stop."""
+    options = dict(answer_after=self.config.rollout.answer_after, between=self.notice.check) | options
+    return play(engine, pool, self.prompter, episodes, **options)
 
   def reading(self) -> Reading:
     """How the policy analyses its episodes: greedily, as the config says."""
@@ -195,7 +196,7 @@ class Run(Workdir):
     skill.
     """
     readable = _readable(trajectories)
-    analyze_episodes(engine, self.tokenizer, readable, self.reading(), iteration=iteration)
+    analyze_episodes(engine, self.tokenizer, readable, self.reading(), iteration=iteration, between=self.notice.check)
     return self.parse(readable)
 
   def parse(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

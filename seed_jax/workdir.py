@@ -12,11 +12,15 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from seed_jax import methods
 from seed_jax.metrics import read_json, write_json
+from seed_jax.preemption import Notice
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
 EXTRA_STAGES = ("library", "compare")  # run where they are asked for
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
 START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # what such runs have in common
+
+# what may change from command to command: the arms of a comparison have configs of their own, a profile changes nothing
+FREE = {"compare": None, "profile": None}
 
 
 class ConfigError(ValueError):
@@ -27,11 +31,19 @@ class Workdir:
   """One config in one folder. Whoever inherits says with `check` what can be run."""
 
   def __init__(
-    self, config: ConfigDict, workdir: epath.PathLike, *, plain: bool | None = None, resume_from: int | None = None
+    self,
+    config: ConfigDict,
+    workdir: epath.PathLike,
+    *,
+    plain: bool | None = None,
+    resume_from: int | None = None,
+    notice: Notice | None = None,
   ):
+    """notice: who asks this run to stop; by default nobody does."""
     self.config = FrozenConfigDict(config)
     self.workdir = epath.Path(workdir)
     self.plain, self.resume_from = plain, resume_from
+    self.notice = notice or Notice()
 
   def open(self) -> None:
     """Checks the config, then creates the work directory or checks that it belongs to this config.
@@ -42,8 +54,7 @@ class Workdir:
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
     theirs = read_json(path) if path.exists() else {}
-    # what is compared may grow; the arms have configs of their own
-    differences = _differences(ours | {"compare": None}, theirs | {"compare": None}) if theirs else []
+    differences = _differences(ours | FREE, theirs | FREE) if theirs else []
     if differences and {item.name for item in self.workdir.iterdir()} - {"config.json"}:
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")

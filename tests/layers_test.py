@@ -16,7 +16,7 @@ ORDER = """
   ground: sharding ops flash_decode attention
   models: models.config models.decoder models.vision models.hf_names models.gguf_file models.hf
   inference: decode requests slots engine score
-  records: progress metrics intervals across_seeds records
+  records: progress metrics preemption intervals across_seeds records
   learning: optimizer update checkpoint
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources credit batching learn rollout
