@@ -1,8 +1,8 @@
 """Checkpoints: an orbax tree of arrays plus a JSON record of the host's side, complete or absent, checked when read.
 
-A checkpoint is `DIR/<step>/` (orbax), whatever was attached to it, `DIR/<step>-<name>`, and `DIR/<step>.json`, written
-last. A step without its record was interrupted and counts as absent; a step that is not what it was is damaged and is
-named. `save` returns as soon as the arrays have left the device; a thread writes the rest.
+A checkpoint is `DIR/<step>/` (orbax), what was attached to it, `DIR/<step>-<attempt>-<name>`, and `DIR/<step>.json`,
+written last. A step without its record was interrupted and counts as absent; a step that is not what it was is damaged
+and is named. `save` returns as soon as the arrays have left the device; a thread writes the rest.
 
 What the record knows: size and SHA-256 of every small file, the size of every large one, and a sum of each array that
 the device computes (`array_sums`), before it is written and again after it was read. So no large file is read twice,
@@ -46,6 +46,7 @@ class Checkpoints:
     self.directory, self.keep, self.keep_best = epath.Path(directory), keep, keep_best
     if "://" not in str(directory):
       self.directory = self.directory.absolute()  # orbax refuses a relative path
+    self.newest: int | None = None  # the step that was last saved or restored here
     self._thread: threading.Thread | None = None
     self._error: BaseException | None = None
 
@@ -79,6 +80,7 @@ class Checkpoints:
     note = plain_value({"record": record, "metric": metric})
     self._thread = threading.Thread(target=self._complete, args=(writer, step, note, sums))
     self._thread.start()
+    self.newest = step
 
   def finish(self) -> None:
     """Waits until the last checkpoint is on disk. Raises what its writing raised."""
@@ -102,26 +104,28 @@ class Checkpoints:
       self._error = error
 
   def attach(self, step: int, files: Mapping[str, bytes]) -> None:
-    """Adds files to a complete checkpoint; each process may bring files of names of its own. Until all are there the
-    checkpoint is what it was.
+    """Adds files to a complete checkpoint in place of those that were attached before; each process may bring files,
+    under names of its own. Until all are there the checkpoint is what it was.
     """
     self.finish()
+    note = read_json(self._note(step))
+    attempt = note["attempt"] = note.get("attempt", 0) + 1
     for name, data in files.items():
-      (self.directory / f"{step}-{name}").write_bytes(data)
+      (self.directory / f"{step}-{attempt}-{name}").write_bytes(data)
     if jax.process_count() > 1:
       from jax.experimental import multihost_utils
 
       multihost_utils.sync_global_devices(f"attachments of checkpoint {step}")
     if jax.process_index() == 0:
-      note = read_json(self._note(step))
       note.pop("sum")
       self._describe(step, note)
 
   def attached(self, step: int) -> dict[str, bytes]:
-    """What was attached to a complete checkpoint."""
-    names = read_json(self._note(step))["files"]
-    prefix = f"{step}-"
-    return {n.removeprefix(prefix): (self.directory / n).read_bytes() for n in names if n.startswith(prefix)}
+    """What was attached to a complete checkpoint, by name."""
+    note = read_json(self._note(step))
+    prefix = f"{step}-{note.get('attempt', 0)}-"
+    names = [name for name in note["files"] if name.startswith(prefix)]
+    return {name.removeprefix(prefix): (self.directory / name).read_bytes() for name in names}
 
   def restore(self, target: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
     """(step, state, record) of a checkpoint, the newest by default, in the shapes and shardings of `target`; None where
@@ -147,6 +151,7 @@ class Checkpoints:
         found = [int(x) for x in jax.device_get(array_sums(state))]
         wrong = sum(a != b for a, b in zip(found, note["arrays"], strict=True))
         if not wrong:
+          self.newest = step
           return step, state, note["record"]
         fault = f"{wrong} of {len(found)} arrays differ from their sums"
       except Exception as error:  # the reader has many types for damage
@@ -177,7 +182,7 @@ class Checkpoints:
 
   def _describe(self, step: int, note: dict) -> None:
     """Writes the record: from here on the step counts."""
-    note["files"] = {str(f.relative_to(self.directory)): _of_file(f) for f in self._files(step)}
+    note["files"] = {str(f.relative_to(self.directory)): _of_file(f) for f in self._files(step, note)}
     write_json(self._note(step), note | {"sum": _sum(note)})
 
   def _sweep(self, kept: list[int]) -> None:
@@ -191,9 +196,9 @@ class Checkpoints:
   def _note(self, step) -> epath.Path:
     return self.directory / f"{step}.json"
 
-  def _files(self, step) -> list[epath.Path]:
-    """Every file of a step but its record, sorted."""
-    attached = [f for f in self.directory.iterdir() if f.name.startswith(f"{step}-")]
+  def _files(self, step, note) -> list[epath.Path]:
+    """Every file of a step but its record, sorted; what another attempt to attach something left is none of it."""
+    attached = [f for f in self.directory.iterdir() if f.name.startswith(f"{step}-{note.get('attempt', 0)}-")]
     return sorted(_files(self.directory / str(step)) + attached)
 
   def _fault(self, step) -> str | None:
@@ -205,7 +210,7 @@ class Checkpoints:
       expected = note["files"]
     except (ValueError, KeyError, TypeError, AttributeError):
       return "its record cannot be read"
-    found = {str(f.relative_to(self.directory)): f for f in self._files(step)}
+    found = {str(f.relative_to(self.directory)): f for f in self._files(step, note)}
     wrong = sorted(expected.keys() ^ found.keys())
     wrong += [name for name in sorted(expected.keys() & found.keys()) if expected[name] != _of_file(found[name])]
     return f"{len(wrong)} of {len(expected)} files differ from their sums, first {wrong[0]}" if wrong else None

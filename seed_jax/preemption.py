@@ -5,11 +5,11 @@ NONE, `preempted` is TRUE). It only sets a flag. The run looks at the flag where
 (`check`, between the steps of an engine) and where all processes stand at the same place (`meet`, before the collective
 programs of an iteration); there `Preempted` is raised, and the stage writes down what it has.
 
-With several processes `jax.experimental.multihost_utils.reached_preemption_sync_point` is not used: it counts steps that
-all processes take together, so a rollout, in which each process goes its own pace, would have to be played to its end,
-and its handler takes SIGTERM for itself and knows no other notice. Instead the first process with a notice leaves a word
-in jax's coordination service, which the others read every second, so that all cut their rollouts short; at the next
-`meet` they agree by one collective, and nobody waits for somebody who has left.
+With several processes `jax.experimental.multihost_utils.reached_preemption_sync_point` is not used: it counts steps
+that all processes take together, so a rollout, in which each process goes its own pace, would have to be played to its
+end, and its handler takes SIGTERM for itself and knows no other notice. Instead the first process with a notice leaves
+a word in jax's coordination service, which the others read every second, so that all cut their rollouts short; at the
+next `meet` they agree by one collective, and nobody waits for somebody who has left.
 """
 
 from __future__ import annotations
@@ -66,11 +66,21 @@ class Notice:
 
 
 @contextlib.contextmanager
+def on_preempted(action: Callable[[], None]) -> Iterator[None]:
+  """Calls `action` where the context ends in Preempted, which goes on."""
+  try:
+    yield
+  except Preempted:
+    action()
+    raise
+
+
+@contextlib.contextmanager
 def watch(notice: Notice, *, server: str | None = None, every: float = 1.0) -> Iterator[Notice]:
   """Signals, the metadata server and the other processes reach `notice` as long as the context lasts.
 
-  server: host[:port] of the metadata server; by default GCE_METADATA_HOST, else Google's name for it, and where there is
-  none at the start it is not asked again. every: seconds between two looks.
+  server: host[:port] of the metadata server; by default GCE_METADATA_HOST, else Google's name for it, and where there
+  is none at the start it is not asked again. every: seconds between two looks.
   """
   before = {}
   if threading.current_thread() is threading.main_thread():

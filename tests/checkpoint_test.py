@@ -185,9 +185,12 @@ def test_what_is_attached_is_checked_and_goes_with_its_step(tmp_path):
   assert checkpoints.attached(1) == {}
   checkpoints.attach(1, {"episodes-0.jsonl": b"one\n", "episodes-1.jsonl": b"two\n"})
   assert checkpoints.attached(1) == {"episodes-0.jsonl": b"one\n", "episodes-1.jsonl": b"two\n"}
-  assert checkpoints.restore(state())[2] == {"a": 1} and checkpoints.steps() == [1]
-  flip_a_bit(tmp_path / "1-episodes-1.jsonl")
-  with pytest.raises(CheckpointError, match="first 1-episodes-1.jsonl"):
+  (tmp_path / "1-2-episodes-0.jsonl").write_bytes(b"ha")  # killed while it was attached
+  assert checkpoints.restore(state())[2] == {"a": 1} and len(checkpoints.attached(1)) == 2
+  checkpoints.attach(1, {"episodes-0.jsonl": b"three\n"})
+  assert checkpoints.attached(1) == {"episodes-0.jsonl": b"three\n"} and checkpoints.restore(state())[0] == 1
+  flip_a_bit(tmp_path / "1-2-episodes-0.jsonl")
+  with pytest.raises(CheckpointError, match="first 1-2-episodes-0.jsonl"):
     checkpoints.restore(state())
   save(checkpoints, 11, state(), {})
   assert sorted(p.name for p in tmp_path.iterdir()) == ["11", "11.json"]
