@@ -98,7 +98,7 @@ def test_an_unknown_method_is_refused_before_anything_is_written(fault, tmp_path
     ("--config.train.nonsense=1", "the config has no field 'train.nonsense'"),
     ("--config.sead=1", "the config has no field 'sead'; did you mean seed?"),
     ("--config.train.iteration=3", "the config has no field 'train.iteration'; did you mean train.iterations"),
-    ("--config.iterations=3", "the config has no field 'iterations'; did you mean train.iterations"),
+    ("--config.iterations=3", "the config has no field 'iterations'; did you mean profile.iterations or train.iter"),
     ("--noconfig.train.per_stop", "the config has no field 'train.per_stop'; did you mean train.per_step"),
     ("--config.train.iterations=abc", "--config.train.iterations=abc is no int; the field is 4 in the config"),
     ("--config.seed=1.5", "--config.seed=1.5 is no int; the field is 0 in the config"),

@@ -1,4 +1,6 @@
-"""A run that is killed at any moment goes on with the same command and ends in the same bits as one that was not."""
+"""A run that is killed or asked to stop at any moment goes on with the same command and ends in the same bits as one
+that was not.
+"""
 
 import json
 import os
@@ -13,11 +15,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 TIMES = ("seconds", "compilations")  # what a row may differ in
 
-# Runs the command line, and dies without a word at the `count`-th call of a function: before it, after it, or, for a
-# function that writes a folder, with half of its files there.
+# Runs the command line, and gets a signal at the `count`-th call of a function, before it or after it.
 KILLER = """
 import importlib, os, signal, sys
-module, name, count, when = sys.argv[1:5]
+module, name, count, when, number = sys.argv[1:6]
 owner = importlib.import_module(module)
 *path, last = name.split(".")
 for part in path:
@@ -25,7 +26,7 @@ for part in path:
 real, calls = getattr(owner, last), [0]
 
 def die():
-  os.kill(os.getpid(), signal.SIGKILL)
+  os.kill(os.getpid(), signal.Signals[number])
 
 def wrapped(*args, **kwargs):
   calls[0] += 1
@@ -38,19 +39,44 @@ def wrapped(*args, **kwargs):
 
 setattr(owner, last, wrapped)
 from seed_jax import main
-sys.exit(main.cli(["main", *sys.argv[5:]]))
+sys.exit(main.cli(["main", *sys.argv[6:]]))
 """
 
 KILLS = {  # what the run is doing when it dies: the module and function whose n-th call it does not survive
-  "a checkpoint of the starting policy was written": ("seed_jax.checkpoint", "Checkpoints.save", 2, "after"),
+  "a checkpoint of the starting policy was written": ("seed_jax.checkpoint", "Checkpoints._complete", 2, "after"),
   "the starting policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
   "the first part of the episodes was written": ("seed_jax.collect", "save_trajectories", 1, "after"),
   "supervised training, between two checkpoints": ("seed_jax.supervised", "batching.to_batches", 10, "before"),
   "the files of the SFT policy are half written": ("seed_jax.models.hf", "_write_weights", 1, "after"),
-  "training, right after a checkpoint": ("seed_jax.checkpoint", "Checkpoints.save", 2, "after"),
-  "a row was written, and its checkpoint but for the record": ("seed_jax.checkpoint", "_sums", 2, "before"),
+  "training, right after a checkpoint": ("seed_jax.checkpoint", "Checkpoints._complete", 2, "after"),
+  "a row was written, and its checkpoint but for the record": (
+    "seed_jax.checkpoint",
+    "Checkpoints._describe",
+    2,
+    "before",
+  ),
   "the final policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
 }
+
+
+# What the run is doing when it is asked to stop, the same way; and the line that says what it kept.
+STOPS = {
+  "supervised training of the starting policy": ("seed_jax.supervised", "batching.to_batches", 10, "before"),
+  "collecting, some episodes have ended": ("seed_jax.rollout", "_Player._finish", 20, "after"),
+  "supervised training on skills": ("seed_jax.supervised", "batching.to_batches", 5, "before"),
+}
+TRAIN_STOPS = {
+  "train: stopped after 0 of 4 iterations, 5 episodes": ("seed_jax.rollout", "_Player._finish", 5, "after"),
+  "train: stopped after 0 of 4 iterations, 9 episodes": ("seed_jax.rollout", "_Player._finish", 4, "after"),
+  "train: stopped after 0 of 4 iterations, 16 episodes": ("seed_jax.run", "Run.parse", 1, "before"),
+  "train: stopped after 1 of 4 iterations, 0 episodes": ("seed_jax.update", "Update.pieces", 2, "before"),
+  "train: stopped after 2 of 4 iterations, 12 episodes": ("seed_jax.rollout", "_Player._finish", 12, "after"),
+  "train: stopped after 3 of 4 iterations, 0 episodes": ("seed_jax.learn", "score_all", 1, "before"),
+  "train: stopped after 4 of 4 iterations, 0 episodes": ("seed_jax.learn", "score_all", 1, "after"),
+}
+# What the engine did to get the same samples, and what the sampler's last rounding is seen in.
+WAYS = ("tokens_prefilled", "tokens_reused", "decode_steps", "slot_utilisation")
+ROUNDED = ("mismatch_", "skill_gain", "old_kl")
 
 
 def command(workdir):
@@ -86,7 +112,7 @@ def whole(tmp_path_factory):
 def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole):
   cache, broken = whole.parent / "cache", whole.parent / "broken"
   for what, kill in KILLS.items():
-    died = start([*map(str, kill), *command(broken)], cache, ("-c", KILLER))
+    died = start([*map(str, kill), "SIGKILL", *command(broken)], cache, ("-c", KILLER))
     assert died.returncode == -signal.SIGKILL, f"{what}: {died.returncode}\n{died.stderr}"
   ended = start(command(broken), cache)
   assert ended.returncode == 0, ended.stderr
@@ -142,7 +168,7 @@ def test_a_run_a_step_ahead_resumes_with_the_policy_that_was_to_sample(whole):
   undisturbed, broken = folder / "ahead", folder / "ahead-broken"
   done = start([*command(undisturbed), *options], cache)
   assert done.returncode == 0, done.stderr
-  kill = ("seed_jax.checkpoint", "Checkpoints.save", "2", "after")
+  kill = ("seed_jax.checkpoint", "Checkpoints._complete", "2", "after", "SIGKILL")
   assert start([*kill, *command(broken), *options], cache, ("-c", KILLER)).returncode == -signal.SIGKILL
   ended = start([*command(broken), *options], cache)
   assert ended.returncode == 0 and "train: resumed at iteration 2 of 4" in ended.stderr, ended.stderr
@@ -152,3 +178,42 @@ def test_a_run_a_step_ahead_resumes_with_the_policy_that_was_to_sample(whole):
   assert (
     first["mismatch_mean"] < 1e-4 < min(row["mismatch_mean"] for row in later)
   )  # on-policy once, then a step behind
+
+
+@pytest.mark.slow
+def test_a_run_asked_to_stop_again_and_again_ends_in_the_same_bits(whole):
+  cache, stopped = whole.parent / "cache", whole.parent / "stopped"
+  for what, stop in STOPS.items():
+    asked = start([*map(str, stop), "SIGTERM", *command(stopped)], cache, ("-c", KILLER))
+    assert asked.returncode == 75, f"{what}: {asked.returncode}\n{asked.stderr}"
+    assert asked.stderr.splitlines()[-1].startswith("preempted (SIGTERM): "), asked.stderr
+  ended = start([*command(stopped), "--stages=base,collect,annotate,sft"], cache)
+  assert ended.returncode == 0, ended.stderr
+  for name in ("base", "sft"):
+    assert weights(stopped, name) == weights(whole, name), name
+  one, other = (json.loads((w / "collect.json").read_text()) for w in (whole, stopped))
+  assert {**one, "seconds": 0} == {**other, "seconds": 0}
+  assert not list((stopped / "unfinished").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["SIGTERM", "SIGKILL"])
+def test_training_asked_to_stop_loses_and_repeats_nothing(whole, last):
+  """`last`: what comes while the run that was asked to stop writes down what it has."""
+  cache, stopped = whole.parent / "cache", whole.parent / f"stopped-{last}"
+  options = ["--stages=train", f"--config.start={whole}"]
+  for told, stop in TRAIN_STOPS.items():
+    asked = start([*map(str, stop), "SIGTERM", *command(stopped), *options], cache, ("-c", KILLER))
+    assert asked.returncode == 75 and told in asked.stderr, f"{told}: {asked.returncode}\n{asked.stderr}"
+    if last == "SIGKILL":
+      break
+  ended = start([*command(stopped), *options], cache)
+  assert ended.returncode == 0, ended.stderr
+  assert weights(stopped, "final") == weights(whole, "final")
+  assert len(rows(stopped)) == len(rows(whole)) == 4
+  for one, other in zip(rows(stopped), rows(whole), strict=True):
+    assert one.keys() == other.keys()
+    for name in one.keys() - set(WAYS):
+      rounded = name.startswith(ROUNDED)
+      assert one[name] == (pytest.approx(other[name], abs=1e-5) if rounded else other[name]), name
+  assert json.loads((stopped / "examples.json").read_text()) == json.loads((whole / "examples.json").read_text())
