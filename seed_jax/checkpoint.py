@@ -119,6 +119,9 @@ class Checkpoints:
     if jax.process_index() == 0:
       note.pop("sum")
       self._describe(step, note)
+      for item in self.directory.iterdir():
+        if item.name.startswith(f"{step}-") and not item.name.startswith(f"{step}-{attempt}-"):
+          item.unlink()
 
   def attached(self, step: int) -> dict[str, bytes]:
     """What was attached to a complete checkpoint, by name."""
