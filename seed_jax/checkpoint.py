@@ -108,20 +108,19 @@ class Checkpoints:
     under names of its own. Until all are there the checkpoint is what it was.
     """
     self.finish()
+    _sync(f"checkpoint {step}")  # process 0 has written its record
     note = read_json(self._note(step))
     attempt = note["attempt"] = note.get("attempt", 0) + 1
     for name, data in files.items():
       (self.directory / f"{step}-{attempt}-{name}").write_bytes(data)
-    if jax.process_count() > 1:
-      from jax.experimental import multihost_utils
-
-      multihost_utils.sync_global_devices(f"attachments of checkpoint {step}")
+    _sync(f"attachments of checkpoint {step}")
     if jax.process_index() == 0:
       note.pop("sum")
       self._describe(step, note)
       for item in self.directory.iterdir():
         if item.name.startswith(f"{step}-") and not item.name.startswith(f"{step}-{attempt}-"):
           item.unlink()
+    _sync(f"checkpoint {step} with attachments")
 
   def attached(self, step: int) -> dict[str, bytes]:
     """What was attached to a complete checkpoint, by name."""
@@ -217,6 +216,14 @@ class Checkpoints:
     wrong = sorted(expected.keys() ^ found.keys())
     wrong += [name for name in sorted(expected.keys() & found.keys()) if expected[name] != _of_file(found[name])]
     return f"{len(wrong)} of {len(expected)} files differ from their sums, first {wrong[0]}" if wrong else None
+
+
+def _sync(what: str) -> None:
+  """Waits until all processes are here."""
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(what)
 
 
 # ---------------------------------------------------------------- sums

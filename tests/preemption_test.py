@@ -2,7 +2,11 @@
 
 import http.server
 import os
+import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -161,3 +165,67 @@ def test_what_is_to_be_kept_is_kept_only_where_the_run_is_asked_to_stop():
   with preemption.on_preempted(lambda: kept.append(3)), Notice().apart():
     pass
   assert kept == [1]
+
+
+# Process 1 gets the signal while process 0 is in the middle of work of its own; then both write a checkpoint together.
+PROCESS = """
+import os, signal, sys, time
+import jax, numpy as np
+from seed_jax import preemption
+from seed_jax.checkpoint import Checkpoints
+address, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(address, 2, number, initialization_timeout=120)
+sharding = jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data"))
+value = np.arange(32, dtype=np.float32)
+state = {"x": jax.make_array_from_callback((32,), sharding, lambda index: value[index])}
+checkpoints, steps = Checkpoints(folder), []
+
+def stop():
+  checkpoints.save(7, state, {"steps": 7})
+  checkpoints.attach(7, {f"part-{number}": bytes([number])})
+
+with preemption.watch(preemption.Notice(), server="127.0.0.1:9", every=0.05) as notice:
+  try:
+    with preemption.on_preempted(stop):
+      notice.meet()
+      with notice.apart():
+        if number == 1:
+          os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+          notice.check()
+          time.sleep(0.01)
+  except preemption.Preempted as error:
+    step, found, record = checkpoints.restore(state)
+    assert (step, record) == (7, {"steps": 7})
+    for shard in found["x"].addressable_shards:
+      np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
+    assert checkpoints.attached(7) == {"part-0": bytes([0]), "part-1": bytes([1])}
+    print("stopped", error, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_stop_for_the_signal_of_one_and_write_one_checkpoint(tmp_path):
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+  root = pathlib.Path(__file__).parent.parent
+  running = [
+    subprocess.Popen(
+      [sys.executable, "-c", PROCESS, address, str(number), str(tmp_path / "c")],
+      cwd=root,
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for number in range(2)
+  ]
+  try:
+    told = [process.communicate(timeout=120) for process in running]
+  finally:
+    for process in running:
+      process.kill()
+  assert [process.returncode for process in running] == [0, 0], told
+  assert [out.splitlines()[-1] for out, _ in told] == ["stopped SIGTERM", "stopped SIGTERM"]
