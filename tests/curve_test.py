@@ -181,10 +181,9 @@ def test_the_metric_of_a_checkpoint_is_a_column_or_the_named_split_of_the_panel(
 
 
 def test_a_panel_is_chosen_by_only_where_it_is_named_and_played(tmp_path):
-  run = opened(tmp_path, every=4)
-
   def check(best_metric, every=20, keep_best=1):
-    c = run.config.copy_and_resolve_references().unlock()
+    c = tiny()
+    c.train.panel.update(dict(every=4, split="valid"))
     c.checkpoint.update(dict(keep_best=keep_best, best_metric=best_metric, every=every))
     Run(c, tmp_path / "w").check()
 
