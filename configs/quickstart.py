@@ -71,7 +71,9 @@ def get_config(method: str = "seed") -> ConfigDict:
   # ask="turn" goes on from the episode's own conversation: an iteration takes a fifth less time
   c.analysis = ConfigDict(dict(ask="message", max_prompt=320, max_response=64, template="compact"))
 
-  c.checkpoint = ConfigDict(dict(every=20, keep=2))
+  # every so many iterations; the newest `keep` stay. `keep_best` more stay by best_metric, higher is better: a column
+  # of metrics.jsonl ("success"), or SPLIT/COLUMN of curve.jsonl ("valid/success", with train.panel.split="valid")
+  c.checkpoint = ConfigDict(dict(every=20, keep=2, keep_best=0, best_metric=""))
 
   c.base = ConfigDict(dict(episodes=15_000, vocab_size=512, vocabulary_episodes=2_000, observation_weight=True))
   c.base.update(dict(epochs=1, batch_tokens=2_500, row_lengths=(320,), micro_tokens=1_280, response_fraction=1.0))
@@ -115,6 +117,9 @@ def get_config(method: str = "seed") -> ConfigDict:
 
   c.evaluate = ConfigDict(dict(split="unseen", tasks=240, samples=1, seed=0, temperature=0.4))
   c.evaluate.update(dict(mechanism_tasks=60, mechanism_samples=4, mechanism_split="unseen"))
+
+  # iterations (counted from 0) of which a jax.profiler trace is written into `folder` (empty: DIR/profile)
+  c.profile = ConfigDict(dict(iterations=(), folder=""))
 
   # Methods with a static library: DIR/library.json is built from the annotated episodes, or `path` names one.
   c.library = ConfigDict(dict(path="", retrieval="family", rules="alfworld", embedder="", render="compact"))

@@ -40,7 +40,7 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.rollout.update(dict(stop_strings=("</action>",)))
   c.rollout.temperature = 0.7
   c.analysis.update(dict(ask="message", max_prompt=400, max_response=112, template="compact"))
-  c.checkpoint.update(dict(every=1, keep=1))
+  c.checkpoint.update(dict(every=1, keep=1))  # an iteration takes minutes; one checkpoint is 1.6 GB
 
   c.collect.update(
     dict(split="generated_train", tasks=16 - len(official), samples=1, tasks_per_part=8, temperature=0.4)

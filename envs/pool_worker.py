@@ -129,7 +129,8 @@ def serve(descriptor: int) -> None:
   It receives the benchmark's description and says None when it is ready, then receives (slot, kind, argument) and
   sends the fields of a `Result`, or a text where nothing can be played at all.
   """
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it closes the socket
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent's to handle: it closes the socket
+    signal.signal(number, signal.SIG_IGN)
   threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
   with mp_connection.Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):
     try:

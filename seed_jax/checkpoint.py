@@ -1,22 +1,33 @@
 """Checkpoints: an orbax tree of arrays plus a JSON record of the host's side, complete or absent, checked when read.
 
-A checkpoint is `DIR/<step>/` (orbax) and `DIR/<step>.json`, written last: the host's record and a SHA-256 of every file
-of the tree. A step without its record was interrupted and counts as absent; a step whose files do not match their sums
-is corrupt and is named.
+A checkpoint is `DIR/<step>/` (orbax), what was attached to it, `DIR/<step>-<attempt>-<name>`, and `DIR/<step>.json`,
+written last. A step without its record was interrupted and counts as absent; a step that is not what it was is damaged
+and is named. `save` returns as soon as the arrays have left the device; a thread writes the rest.
+
+What the record knows: size and SHA-256 of every small file, the size of every large one, and a sum of each array that
+the device computes (`array_sums`), before it is written and again after it was read. So no large file is read twice,
+however slow the storage, and what is compared is what the run goes on with.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from seed_jax.metrics import plain_value, read_json, write_json
+
+SMALL = 1 << 20  # bytes up to which a file has a SHA-256 in the record
 
 
 class CheckpointError(ValueError):
@@ -24,14 +35,20 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-  """The checkpoints of one stage in `directory`; the newest `keep` stay."""
+  """The checkpoints of one stage in `directory`: the newest `keep` stay, and the `keep_best` with the highest metric.
 
-  def __init__(self, directory: epath.PathLike, *, keep: int = 2):
-    if keep < 1:
-      raise ValueError(f"keep={keep} must be at least 1")
-    self.directory, self.keep = epath.Path(directory), keep
+  As a context it waits at its end for what is still being written.
+  """
+
+  def __init__(self, directory: epath.PathLike, *, keep: int = 2, keep_best: int = 0):
+    if keep < 1 or keep_best < 0:
+      raise ValueError(f"keep={keep} must be at least 1 and keep_best={keep_best} at least 0")
+    self.directory, self.keep, self.keep_best = epath.Path(directory), keep, keep_best
     if "://" not in str(directory):
       self.directory = self.directory.absolute()  # orbax refuses a relative path
+    self.newest: int | None = None  # the step that was last saved or restored here
+    self._thread: threading.Thread | None = None
+    self._error: BaseException | None = None
 
   def steps(self) -> list[int]:
     """Complete checkpoints, oldest first."""
@@ -41,27 +58,85 @@ class Checkpoints:
       int(f.stem) for f in self.directory.glob("*.json") if f.stem.isdigit() and (self.directory / f.stem).exists()
     )
 
-  def save(self, step: int, state: Any, record: dict) -> None:
-    """Writes the arrays of `state` and the JSON values of `record`; returns when both are on disk."""
+  def best(self) -> list[tuple[float, int]]:
+    """(metric, step) of the complete checkpoints that have a metric, best first; of two equal ones the older is."""
+    found = [(read_json(self._note(step)).get("metric"), step) for step in self.steps()]
+    return sorted(((m, s) for m, s in found if m is not None), key=lambda pair: (-pair[0], pair[1]))
+
+  def save(self, step: int, state: Any, record: Mapping[str, Any], *, metric: float | None = None) -> None:
+    """Writes the arrays of `state` and the JSON values of `record`. Returns when `state` may be changed: the checkpoint
+    counts as soon as a thread has written all of it, before the next `save` or at the latest when `finish` returns.
+
+    metric: what `keep_best` goes by; a checkpoint without one is never among the best.
+    """
+    self.finish()
     self.directory.mkdir(parents=True, exist_ok=True)
-    place = self.directory / str(step)
     if jax.process_index() == 0:
       self._note(step).unlink(missing_ok=True)
       self._sweep(self.steps())  # what a killed process left, a half-written tree of this very step too
-    with ocp.StandardCheckpointer() as writer:
-      writer.save(place, state)
-      writer.wait_until_finished()
+    sums = array_sums(state)
+    writer = ocp.StandardCheckpointer()
+    writer.save(self.directory / str(step), state)
+    note = plain_value({"record": record, "metric": metric})
+    self._thread = threading.Thread(target=self._complete, args=(writer, step, note, sums))
+    self._thread.start()
+    self.newest = step
+
+  def finish(self) -> None:
+    """Waits until the last checkpoint is on disk. Raises what its writing raised."""
+    if self._thread is not None:
+      self._thread.join()
+      self._thread = None
+    error, self._error = self._error, None
+    if error is not None:
+      raise error
+
+  def _complete(self, writer: ocp.StandardCheckpointer, step: int, note: dict, sums) -> None:
+    """The end of a `save`, in a thread of its own. The writer returns when every process has written its share."""
+    try:
+      writer.close()
+      if jax.process_index() == 0:
+        note["arrays"] = [int(x) for x in jax.device_get(sums)]
+        self._describe(step, note)
+        best = [s for _, s in self.best()[: self.keep_best]] if self.keep_best else []
+        self._sweep([*self.steps()[-self.keep :], *best])
+    except BaseException as error:  # for the thread that waits
+      self._error = error
+
+  def attach(self, step: int, files: Mapping[str, bytes]) -> None:
+    """Adds files to a complete checkpoint in place of those that were attached before; each process may bring files,
+    under names of its own. Until all are there the checkpoint is what it was.
+    """
+    self.finish()
+    _sync(f"checkpoint {step}")  # process 0 has written its record
+    note = read_json(self._note(step))
+    attempt = note["attempt"] = note.get("attempt", 0) + 1
+    for name, data in files.items():
+      (self.directory / f"{step}-{attempt}-{name}").write_bytes(data)
+    _sync(f"attachments of checkpoint {step}")
     if jax.process_index() == 0:
-      note = plain_value({"record": record, "files": _sums(place)})
-      write_json(self._note(step), note | {"sum": _sum(note)})
-      self._sweep(self.steps()[-self.keep :])
+      note.pop("sum")
+      self._describe(step, note)
+      for item in self.directory.iterdir():
+        if item.name.startswith(f"{step}-") and not item.name.startswith(f"{step}-{attempt}-"):
+          item.unlink()
+    _sync(f"checkpoint {step} with attachments")
+
+  def attached(self, step: int) -> dict[str, bytes]:
+    """What was attached to a complete checkpoint, by name."""
+    note = read_json(self._note(step))
+    prefix = f"{step}-{note.get('attempt', 0)}-"
+    names = [name for name in note["files"] if name.startswith(prefix)]
+    return {name.removeprefix(prefix): (self.directory / name).read_bytes() for name in names}
 
   def restore(self, target: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
     """(step, state, record) of a checkpoint, the newest by default, in the shapes and shardings of `target`; None where
-    there is none.
+    there is none. Compiles what `save` will need for such a state.
 
     Raises CheckpointError, which names the last good step, where the checkpoint is damaged or missing.
     """
+    self.finish()
+    array_sums(target)
     steps = self.steps()
     if step is None:
       if not steps:
@@ -74,7 +149,13 @@ class Checkpoints:
       try:
         with ocp.StandardCheckpointer() as reader:
           state = reader.restore(self.directory / str(step), target)
-        return step, state, read_json(self._note(step))["record"]
+        note = read_json(self._note(step))
+        found = [int(x) for x in jax.device_get(array_sums(state))]
+        wrong = sum(a != b for a, b in zip(found, note["arrays"], strict=True))
+        if not wrong:
+          self.newest = step
+          return step, state, note["record"]
+        fault = f"{wrong} of {len(found)} arrays differ from their sums"
       except Exception as error:  # the reader has many types for damage
         fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     good = [s for s in steps if s != step and self._fault(s) is None]
@@ -87,21 +168,43 @@ class Checkpoints:
 
   def drop_after(self, step: int) -> None:
     """Removes checkpoints newer than `step`, when a run goes back to it."""
-    for newer in [s for s in self.steps() if s > step]:
-      self._note(newer).unlink()  # first: without it the step counts as absent
-      (self.directory / str(newer)).rmtree()
+    steps = self.steps()
+    if jax.process_index() == 0 and steps and steps[-1] > step:
+      self._sweep([s for s in steps if s <= step])
+
+  def __enter__(self) -> Checkpoints:
+    return self
+
+  def __exit__(self, kind, *unused) -> None:
+    try:
+      self.finish()
+    except Exception:
+      if kind is None:  # else the first error is the one to tell
+        raise
+
+  def _describe(self, step: int, note: dict) -> None:
+    """Writes the record: from here on the step counts."""
+    note["files"] = {str(f.relative_to(self.directory)): _of_file(f) for f in self._files(step, note)}
+    write_json(self._note(step), note | {"sum": _sum(note)})
 
   def _sweep(self, kept: list[int]) -> None:
     """Removes what does not belong to the steps in `kept`; records go first, so that no step is ever half there."""
     names = {str(step) for step in kept}
     for item in sorted(self.directory.iterdir(), key=lambda item: item.suffix != ".json"):
-      if item.name not in names and (item.suffix != ".json" or item.stem not in names):
+      owner = item.stem if item.suffix == ".json" else item.name.partition("-")[0]
+      if owner not in names:
         item.rmtree() if item.is_dir() else item.unlink()
 
-  def _note(self, step):
+  def _note(self, step) -> epath.Path:
     return self.directory / f"{step}.json"
 
+  def _files(self, step, note) -> list[epath.Path]:
+    """Every file of a step but its record, sorted; what another attempt to attach something left is none of it."""
+    attached = [f for f in self.directory.iterdir() if f.name.startswith(f"{step}-{note.get('attempt', 0)}-")]
+    return sorted(_files(self.directory / str(step)) + attached)
+
   def _fault(self, step) -> str | None:
+    """What is wrong with a checkpoint, as far as that can be seen without reading its large files."""
     try:
       note = read_json(self._note(step))
       if note.pop("sum") != _sum(note):
@@ -109,23 +212,62 @@ class Checkpoints:
       expected = note["files"]
     except (ValueError, KeyError, TypeError, AttributeError):
       return "its record cannot be read"
-    found = _sums(self.directory / str(step))
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    found = {str(f.relative_to(self.directory)): f for f in self._files(step, note)}
+    wrong = sorted(expected.keys() ^ found.keys())
+    wrong += [name for name in sorted(expected.keys() & found.keys()) if expected[name] != _of_file(found[name])]
     return f"{len(wrong)} of {len(expected)} files differ from their sums, first {wrong[0]}" if wrong else None
+
+
+def _sync(what: str) -> None:
+  """Waits until all processes are here."""
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(what)
+
+
+# ---------------------------------------------------------------- sums
+
+
+def array_sums(state: Any) -> list[jax.Array]:
+  """A 32-bit sum of every array of a tree, in the order of its leaves: sum over elements of bits * (2 index + 1) mod
+  2^32, index counted through the array. It does not depend on how the array is sharded, and any single element that
+  changed, or two that changed places, change it.
+  """
+  return _array_sums([x for x in jax.tree.leaves(state) if hasattr(x, "dtype")])
+
+
+@jax.jit
+def _array_sums(arrays):
+  return [_array_sum(x) for x in arrays]
+
+
+def _array_sum(x):
+  bits = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+  bits = jax.lax.bitcast_convert_type(bits, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[bits.dtype.itemsize])
+  spec = jax.typeof(x).sharding
+  where = functools.partial(jax.lax.broadcasted_iota, jnp.uint32, x.shape, out_sharding=spec)
+  strides = [math.prod(x.shape[d + 1 :]) % 2**32 for d in range(x.ndim)]
+  index = sum((where(d) * jnp.uint32(s) for d, s in enumerate(strides)), jnp.zeros((), jnp.uint32))
+  return jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)  # odd factors: none loses a bit
 
 
 def _sum(note: dict) -> str:
   return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
-def _sums(place: epath.Path) -> dict[str, str]:
-  return {str(f.relative_to(place)): hashlib.sha256(f.read_bytes()).hexdigest() for f in _files(place)}
+def _of_file(path: epath.Path) -> dict[str, Any]:
+  """What the record says about a file."""
+  size = path.stat().length
+  if size > SMALL:
+    return {"size": size}
+  return {"size": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def _files(place: epath.Path) -> list[epath.Path]:
-  """Every file below `place`, sorted (epath's own recursive glob refuses, for the sake of object storage)."""
+  """Every file below `place` (epath's own recursive glob refuses, for the sake of object storage)."""
   found = []
-  for item in sorted(place.iterdir()):
+  for item in place.iterdir():
     found += _files(item) if item.is_dir() else [item]
   return found
 

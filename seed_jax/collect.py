@@ -10,6 +10,7 @@ from seed_jax.metrics import progress, say
 from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import load_trajectories, save_trajectories
+from seed_jax.unfinished import Plays
 
 
 def run_collect(run: Run) -> dict:
@@ -22,7 +23,7 @@ def run_collect(run: Run) -> dict:
   tasks += [task for split, count in c.get("also", ()) for task in run.benchmark.tasks(split, count, seed)]
   engine = run.engine(model, temperature=c.temperature, seed=process_seed(run.config.seed, "collect samples"))
   engine.set_params(params)
-  done = []
+  done, plays = [], Plays(run, "collect")
   batches = _parts(tasks, c.tasks_per_part)
   with run.pool(c.tasks_per_part * c.samples) as pool:
     with progress(total=len(tasks) * c.samples, desc="collect", unit="episode", plain=run.plain) as bar:
@@ -32,9 +33,11 @@ def run_collect(run: Run) -> dict:
           trajectories = load_trajectories(str(place))  # a part that an interrupted run finished
         except ValueError:
           episodes = [Episode(task, group, member) for group, task in enumerate(part) for member in range(c.samples)]
-          trajectories = run.play(engine, pool, episodes, on_episode=lambda t: bar.update(1))
+          trajectories = plays(number, engine, pool, episodes, params, on_episode=lambda t: bar.update(1))
           save_trajectories(str(place), trajectories)
+        plays.used(number)
         done += trajectories
+  plays.done()
   won = float(np.mean([t.won for t in done]))
   valid = float(np.mean([turn.valid for t in done for turn in t.turns]))
   failed = sum(bool(t.error) for t in done)

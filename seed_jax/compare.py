@@ -180,7 +180,7 @@ def start_run(run: Run, seed: int) -> Run:
   config = _copy(run.config)
   config.seed = seed
   del config.compare
-  return Run(config, run.workdir / "compare" / f"seed{seed}" / "start", plain=run.plain)
+  return Run(config, run.workdir / "compare" / f"seed{seed}" / "start", plain=run.plain, notice=run.notice)
 
 
 def arm_run(run: Run, arm: Arm, seed: int) -> Run:
@@ -193,7 +193,7 @@ def arm_run(run: Run, arm: Arm, seed: int) -> Run:
   config.update_from_flattened_dict(methods.settings(arm.method))
   _override(config, arm)
   del config.compare
-  return Run(config, folder / arm.folder, plain=run.plain)
+  return Run(config, folder / arm.folder, plain=run.plain, notice=run.notice)
 
 
 def _finish(own: Run, stages: Sequence[str]) -> None:

@@ -74,3 +74,15 @@ def turn_advantages(
     )
   ends = np.cumsum([len(s) for s in scores[:-1]], dtype=int)
   return np.split(np.asarray(total)[:count], ends)[: len(scores)]
+
+
+def kept_groups(trajectories, group_filter):
+  """The episodes of the groups that `group_filter(returns, group_ids, num_groups=...)` keeps.
+
+  The filter sees an episode that broke off as one of no group (-1): its return is no evidence.
+  """
+  numbers = group_numbers(trajectories)
+  ids = np.asarray([-1 if t.error else numbers[t.group] for t in trajectories], np.int32)
+  returns = np.asarray([t.episode_return for t in trajectories], np.float32)
+  keep = np.asarray(group_filter(returns, ids, num_groups=len(numbers)))
+  return [t for t in trajectories if keep[numbers[t.group]]]

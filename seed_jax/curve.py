@@ -36,6 +36,17 @@ def panel_tasks(run: Run, training: Sequence[Task]) -> list[Task]:
   return tasks
 
 
+def metric_of(name: str, row: Mapping[str, float], curve: Curve, iteration: int) -> float | None:
+  """What config.checkpoint.best_metric names, higher being better: a field of the training row, or SPLIT/FIELD of the
+  panel's row after so many iterations, where the panel of that split was played. None where there is no such number.
+  """
+  split, slash, field = name.rpartition("/")
+  value = curve.value(iteration, field) if slash and split == curve.panel.split else row.get(name)
+  if not slash and name and name not in row:
+    raise ConfigError(f"config.checkpoint.best_metric={name} is no column of metrics.jsonl; there are {', '.join(row)}")
+  return None if value is None else float(value)
+
+
 class Curve:
   """DIR/curve.jsonl: a row at iteration 0, every config.train.panel.every iterations, and at the last one.
 
@@ -78,6 +89,10 @@ class Curve:
     if not self.panel.every or any(row["iteration"] == iteration for row in self._rows):
       return False
     return iteration % self.panel.every == 0 or iteration == self._last
+
+  def value(self, iteration: int, name: str) -> float | None:
+    """A field of the row after so many iterations; None where there is no such row."""
+    return next((row[name] for row in self._rows if row["iteration"] == iteration), None)
 
   def point(self, iteration: int, engine: Engine, pool: Pool, params) -> None:
     """Plays the panel with the parameters after `iteration` iterations where that is due, and writes its row.

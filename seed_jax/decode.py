@@ -81,6 +81,7 @@ def _layer(layers, i):  # one small program for all layers instead of a large on
 
 
 @jax.jit(static_argnames=("config", "sampling"), donate_argnames="cache")
+@jax.named_scope("prefill")
 def prefill(
   params: dict,
   cache: Cache,
@@ -123,6 +124,7 @@ def prefill(
 
 
 @jax.jit(static_argnames=("config", "sampling", "max_new", "stop_ids"), donate_argnames="cache")
+@jax.named_scope("decode")
 def generate(
   params: dict,
   cache: Cache,

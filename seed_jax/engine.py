@@ -245,7 +245,7 @@ class Engine:
         continue
       slot = source if ready and source in free else self.table.oldest(free, source if ready else None)
       free.remove(slot)
-      self.table.begin(slot, request.tokens[:ready])
+      self.table.begin(slot, request.tokens[:ready], source=source if ready else slot)
       self.stats.tokens_reused += ready
       if request.keep:
         self._slot_of[request.conversation] = slot

@@ -11,6 +11,7 @@ from seed_jax.metrics import progress, say
 from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
 from seed_jax.skill_branch import shown
+from seed_jax.unfinished import Plays
 
 
 def run_evaluate(run: Run) -> dict:
@@ -18,11 +19,11 @@ def run_evaluate(run: Run) -> dict:
   e = run.config.evaluate
   started = time.monotonic()
   start_name = (run.done("train") or {}).get("start_from", "sft")
-  results = {}
-  for name in (start_name, "final"):
+  results, plays = {}, Plays(run, "evaluate")
+  for number, name in enumerate((start_name, "final")):
     if not run.policy_path(name).exists():
       continue
-    results[name] = evaluate_policy(run, name)
+    results[name] = evaluate_policy(run, name, number, plays)
     say(f"evaluate: {name} {results[name]['success']:.1%} of {results[name]['episodes']} episodes")
   last = "final" if "final" in results else start_name
   values = results[last] | {
@@ -30,13 +31,14 @@ def run_evaluate(run: Run) -> dict:
     "panel": {"split": e.split, "tasks": e.tasks, "samples": e.samples, "seed": e.seed},
   }
   if e.mechanism_tasks:
-    values["mechanism"] = run_mechanism(run)
+    values["mechanism"] = run_mechanism(run, plays=plays)
+  plays.done()
   return run.finish("evaluate", values | {"seconds": time.monotonic() - started})
 
 
-def evaluate_policy(run: Run, name: str) -> dict:
+def evaluate_policy(run: Run, name: str, number: int = 0, plays: Plays | None = None) -> dict:
   """Success of one policy on the panel, `samples` episodes a task at the evaluation temperature, no skill in any
-  prompt (but for the methods of which that is a part: a library's).
+  prompt (but for the methods of which that is a part: a library's). `number`: of the play in `plays`.
   """
   e = run.config.evaluate
   model, params = run.load_policy(name)
@@ -52,7 +54,8 @@ def evaluate_policy(run: Run, name: str) -> dict:
     run.pool(len(episodes)) as pool,
     progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
   ):
-    trajectories = run.play(engine, pool, episodes, on_episode=lambda t: bar.update(1))
+    plays = plays or Plays(run, f"evaluate {name}")
+    trajectories = plays(number, engine, pool, episodes, params, on_episode=lambda t: bar.update(1))
   rest = [t for t in trajectories if t.group >= len(panel)]  # config.evaluate.also: told apart from the panel
   trajectories = [t for t in trajectories if t.group < len(panel)]
   played = [t for t in trajectories if not t.error]

@@ -1,8 +1,9 @@
 """The command line: `python -m seed_jax.main --config=FILE[:METHOD] --workdir=DIR` runs the stages of a config.
 
 Stages that are done are skipped, and one that was interrupted goes on where it stopped: the same command again is
-always right. `--stages=train,evaluate` runs some of them, `--config.FIELD=VALUE` changes a field of the config. What a
-user can get wrong ends in one line on stderr that begins with `error: ` and in a non-zero exit; `--traceback` (or
+always right. SIGTERM, SIGUSR1 or a maintenance notice stops a run at the next place where nothing is lost, with exit
+code 75. `--stages=train,evaluate` runs some of them, `--config.FIELD=VALUE` changes a field of the config. What a user
+can get wrong ends in one line on stderr that begins with `error: ` and in a non-zero exit; `--traceback` (or
 SEED_JAX_TRACEBACK=1) shows where it was raised.
 """
 
@@ -21,6 +22,8 @@ import warnings
 
 from absl import flags, logging
 
+from seed_jax import preemption
+
 AGAIN = "the same command goes on from where it stopped"
 OPTIONS = ("config", "workdir", "stages", "list", "plain", "resume_from", "topology", "traceback")
 CACHES = ("JAX_COMPILATION_CACHE_DIR", "SEED_JAX_CACHE")
@@ -35,7 +38,8 @@ class UsageError(ValueError):
 def cli(argv: list[str]) -> int:
   """Runs a command line (argv[0] is the program) and returns its exit code.
 
-  0: done; 1: failed; 2: a wrong command line; 130: interrupted.
+  0: done; 1: failed; 2: a wrong command line; 75: asked to stop (SIGTERM, SIGUSR1, a maintenance notice), to be run
+  again; 130: interrupted.
   """
   quiet()
   show = "--traceback" in argv or os.environ.get("SEED_JAX_TRACEBACK", "0") not in ("", "0")
@@ -49,6 +53,9 @@ def cli(argv: list[str]) -> int:
       work(values)
     return 0
   except (KeyboardInterrupt, Exception) as error:
+    if isinstance(error, preemption.Preempted):
+      print(f"preempted ({error}): nothing is lost; {AGAIN}", file=sys.stderr, flush=True)
+      return preemption.EXIT_CODE
     if show:
       traceback.print_exc()
     print("error: " + describe(error), file=sys.stderr, flush=True)
@@ -67,20 +74,22 @@ def work(values: flags.FlagValues) -> None:
 
   stages = chosen_stages(values.stages, run_module.STAGES, run_module.EXTRA_STAGES)
   run_module.set_up_jax(cache_folder())
-  options = dict(plain=values.plain, resume_from=values.resume_from)
-  if "preflight" in stages:  # for chips that are not here: no mesh, and no stage that needs one
-    if stages != ["preflight"] or not values.topology:
-      raise UsageError("preflight runs alone and for a slice; example: --stages=preflight --topology=v5e:4x4")
-    from seed_jax.preflight import Preflight
+  with preemption.watch(preemption.Notice()) as notice:
+    options = dict(plain=values.plain, resume_from=values.resume_from, notice=notice)
+    if "preflight" in stages:  # for chips that are not here: no mesh, and no stage that needs one
+      if stages != ["preflight"] or not values.topology:
+        raise UsageError("preflight runs alone and for a slice; example: --stages=preflight --topology=v5e:4x4")
+      from seed_jax.preflight import Preflight
 
-    run = Preflight(values.config, values.workdir, topology=values.topology, **options)
-  else:
-    run = run_module.Run(values.config, values.workdir, **options)
-  run.open()
-  left = run.plan(stages)
-  say(run.headline(values.config_path, stages, left))
-  for stage in left:
-    stage_function(stage)(run)
+      run = Preflight(values.config, values.workdir, topology=values.topology, **options)
+    else:
+      run = run_module.Run(values.config, values.workdir, **options)
+    run.open()
+    left = run.plan(stages)
+    say(run.headline(values.config_path, stages, left))
+    for stage in left:
+      notice.meet()
+      stage_function(stage)(run)
 
 
 def stage_function(stage: str):

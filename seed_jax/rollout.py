@@ -104,6 +104,14 @@ class Reading:
   temperature: float = 0.0
 
 
+@dataclasses.dataclass
+class Finished:
+  """The episodes of a `play` that have ended, by their place in the list: what a run that is stopped keeps."""
+
+  trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)
+  read: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens sampled for the analysis, where it is there
+
+
 def play(
   engine: Engine,
   pool: Pool,
@@ -116,6 +124,8 @@ def play(
   answer_after: int = 0,
   on_episode: Callable[[Trajectory], None] | None = None,
   on_idle: Callable[[], bool] | None = None,
+  between: Callable[[], None] | None = None,
+  finished: Finished | None = None,
 ) -> list[Trajectory]:
   """Plays every episode once with the engine's parameters; trajectories in the order of `episodes`.
 
@@ -128,8 +138,11 @@ def play(
   and a run repeats bit for bit. -1 takes answers as they come: no waiting, the same samples but for the last rounding.
   on_idle is called while the engine has nothing to do but environments are at work; it returns whether it did some
   work of its own.
+  between is called before every engine step and may raise. `finished` takes up every episode as it ends, and those that
+  it holds at the start are not played again, only read where they have not been: so a play that `between` stopped goes
+  on. Samples stay what they are; their log-probabilities may differ in the last rounding, for the batches are others.
   """
-  options = (iteration, reading, temperature, answer_after, on_episode, on_idle)
+  options = (iteration, reading, temperature, answer_after, on_episode, on_idle, between, finished or Finished())
   return _Player(engine, pool, prompter, episodes, *options).play()
 
 
@@ -137,23 +150,39 @@ class _Player:
   """The state of one `play`."""
 
   def __init__(
-    self, engine, pool, prompter, episodes, iteration, reading, temperature, answer_after, on_episode, on_idle
+    self,
+    engine,
+    pool,
+    prompter,
+    episodes,
+    iteration,
+    reading,
+    temperature,
+    answer_after,
+    on_episode,
+    on_idle,
+    between,
+    finished,
   ):
     self.engine, self.pool, self.prompter, self.episodes = engine, pool, prompter, episodes
     self.iteration, self.reading, self.answer_after = iteration, reading, answer_after
     self.temperature = temperature
-    self.on_episode, self.on_idle = on_episode, on_idle
-    self.done: dict[int, Trajectory] = {}
-    self.waiting = list(range(len(episodes)))[::-1]
+    self.on_episode, self.on_idle, self.between = on_episode, on_idle, between
+    self.finished, self.done = finished, finished.trajectories
+    self.waiting = [number for number in range(len(episodes)) if number not in self.done][::-1]
     self.free = list(range(pool.num_envs))[::-1]
     self.running: dict[int, _Running] = {}  # environment -> episode
     self.due: dict[int, int] = {}  # environment at work -> engine step before which its answer is taken
     self.arrived: dict[int, Result] = {}
     self.clock = 0  # engine steps
     engine.reset()
+    for number in sorted(self.done.keys() - finished.read.keys()):
+      self._read(number)
 
   def play(self) -> list[Trajectory]:
     while self.waiting or self.running or self.engine.busy:
+      if self.between:
+        self.between()
       self._start_episodes()
       for environment, result in self._answers():
         self._answered(environment, result)
@@ -263,20 +292,34 @@ class _Player:
     self.free.append(environment)
     if self.on_episode:
       self.on_episode(run.trajectory)
-    if self.reading and run.trajectory.turns and not run.trajectory.error:
-      prompt = self.reading.prompt(run.trajectory)
+    self._read(run.number)
+
+  def _read(self, number):
+    """Asks for the analysis of an episode that has ended."""
+    trajectory = self.done[number]
+    if self.reading and trajectory.turns and not trajectory.error:
+      prompt = self.reading.prompt(trajectory)
       if len(prompt) < self.engine.capacity:
-        self.engine.submit(_reading_request(run.number, run.trajectory, prompt, self.iteration, self.reading))
+        self.engine.submit(_reading_request(number, trajectory, prompt, self.iteration, self.reading))
 
   def _analysed(self, number, completion):
     self.engine.release((ANALYZE, number))
     self.done[number].analysis = self.prompter.tokenizer.decode(completion.tokens)
+    self.finished.read[number] = len(completion.tokens)
 
 
 def analyze_episodes(
-  engine: Engine, tokenizer: Tokenizer, trajectories: Sequence[Trajectory], reading: Reading, *, iteration: int
+  engine: Engine,
+  tokenizer: Tokenizer,
+  trajectories: Sequence[Trajectory],
+  reading: Reading,
+  *,
+  iteration: int,
+  between: Callable[[], None] | None = None,
 ) -> None:
-  """Analyses of episodes that were played before: sets `analysis` of each, "" where its request does not fit."""
+  """Analyses of episodes that were played before: sets `analysis` of each, "" where its request does not fit. `between`
+  is called before every engine step and may raise.
+  """
   engine.reset()
   for number, trajectory in enumerate(trajectories):
     trajectory.analysis = ""
@@ -284,6 +327,8 @@ def analyze_episodes(
     if len(prompt) < engine.capacity:
       engine.submit(_reading_request(number, trajectory, prompt, iteration, reading))
   while engine.busy:
+    if between:
+      between()
     for (_, number), completion in engine.step():
       engine.release((ANALYZE, number))
       trajectories[number].analysis = tokenizer.decode(completion.tokens)

@@ -73,9 +73,21 @@ class Run(Workdir):
       library.load(c.library.path)
     if c.train.max_generations < 1:
       raise ConfigError(f"config.train.max_generations={c.train.max_generations} must be 1 or more")
+    self._check_checkpoint(c.checkpoint, c.train.panel)
     for name in ("base", "sft", "train"):
       if name in c and "optimizer" in c[name]:
         make_optimizer(optimizer_config(c[name].optimizer), total_updates=1)
+
+  @staticmethod
+  def _check_checkpoint(c, panel) -> None:
+    if c.keep_best and not c.best_metric:
+      raise ConfigError(f"config.checkpoint.keep_best={c.keep_best} needs config.checkpoint.best_metric, as in success")
+    split, slash, _ = c.best_metric.rpartition("/")
+    if slash and split != "seconds" and (split != panel.split or not panel.every or c.every % panel.every):
+      raise ConfigError(
+        f"config.checkpoint.best_metric={c.best_metric} needs the panel of that split at every checkpoint; "
+        f"config.train.panel has split={panel.split!r}, every={panel.every}, and config.checkpoint.every={c.every}"
+      )
 
   # -- models --
 
@@ -162,8 +174,9 @@ class Run(Workdir):
     )
 
   def play(self, engine: Engine, pool: Pool, episodes: Sequence[Episode], **options) -> list[Trajectory]:
-    """`rollout.play` as the config says."""
-    return play(engine, pool, self.prompter, episodes, answer_after=self.config.rollout.answer_after, **options)
+    """`rollout.play` as the config says. Raises Preempted where the run was asked to stop."""
+    options = dict(answer_after=self.config.rollout.answer_after, between=self.notice.check) | options
+    return play(engine, pool, self.prompter, episodes, **options)
 
   def reading(self) -> Reading:
     """How the policy analyses its episodes: greedily, as the config says."""
@@ -200,7 +213,7 @@ class Run(Workdir):
     skill.
     """
     readable = _readable(trajectories)
-    analyze_episodes(engine, self.tokenizer, readable, self.reading(), iteration=iteration)
+    analyze_episodes(engine, self.tokenizer, readable, self.reading(), iteration=iteration, between=self.notice.check)
     return self.parse(readable)
 
   def parse(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

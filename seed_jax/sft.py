@@ -36,7 +36,8 @@ def run_sft(run: Run) -> dict:
   engine.set_params(params)
   unseen = [t for i, t in enumerate(trajectories) if i in held_out][: c.check]
   wanted = [t.skill for t in unseen]
-  stats = run.analyze(engine, unseen, iteration=-1)
+  with run.notice.apart():
+    stats = run.analyze(engine, unseen, iteration=-1)
   exact = float(np.mean([t.skill == w for t, w in zip(unseen, wanted, strict=True)])) if unseen else 0.0
   say(
     f"sft: validation loss {curve[-1]['validation']:.3f}, parse rate {stats['parse_rate']:.1%}, "

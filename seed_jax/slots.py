@@ -32,10 +32,13 @@ class SlotTable:
     """The row shard that holds a slot."""
     return slot * self.shards // self.size
 
-  def begin(self, slot: int, prefix: Sequence[int]) -> None:
-    """The slot holds this prefix and nothing else."""
+  def begin(self, slot: int, prefix: Sequence[int], *, source: int) -> None:
+    """The slot holds this prefix and nothing else. Where it is another slot's, it is copied when the slot's request is
+    first read: until then what the slot held before lies there, and nobody may take that over.
+    """
     self.content[slot, : len(prefix)] = prefix
-    self.length[slot] = self.read[slot] = len(prefix)
+    self.length[slot] = len(prefix)
+    self.read[slot] = len(prefix) if source == slot else 0
 
   def plan(self, slot: int, tokens: Sequence[int]) -> None:
     """These tokens will be read behind what the slot holds."""

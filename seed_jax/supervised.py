@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from seed_jax import batching, optimizer, update
+from seed_jax import batching, optimizer, preemption, update
 from seed_jax.batching import Sample
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.metrics import progress, say
@@ -46,8 +46,22 @@ def fit(
     checkpoints.drop_after(start)
     say(f"{name}: resumed at update {start} of {len(plan)}")
   batches, loaded = [], -1
-  with progress(total=len(plan), initial=start, desc=name, unit="update", plain=run.plain) as bar:
+  step = start
+
+  def save():
+    """The state as it is before update `step` (counted from 0)."""
+    if checkpoints.newest != step:
+      checkpoints.save(step, state, {"curve": curve, "losses": jax.device_get(losses)})
+
+  with (
+    progress(total=len(plan), initial=start, desc=name, unit="update", plain=run.plain) as bar,
+    checkpoints,
+    preemption.on_preempted(save),
+  ):
     for step in range(start, len(plan)):
+      if step and step % section.save_every == 0:
+        save()
+      run.notice.meet()
       epoch, number = plan[step]
       if loaded != epoch:
         batches, loaded = (
@@ -65,8 +79,6 @@ def fit(
           point["validation"] = evaluate_loss(run, model, state.params, validation, shapes)
         curve.append(point)
         losses = []
-      if (step + 1) % section.save_every == 0 and not last:
-        checkpoints.save(step + 1, state, {"curve": curve, "losses": jax.device_get(losses)})
   return state.params, curve
 
 

@@ -5,23 +5,25 @@ Shapes: Q tasks of an iteration, N episodes of a task, B rows, R response tokens
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, credit, instruments, learn, methods, optimizer, relatives, update
+from seed_jax import batching, credit, instruments, learn, methods, optimizer, preemption, relatives, update
 from seed_jax.checkpoint import Checkpoints
-from seed_jax.curve import Curve
+from seed_jax.credit import kept_groups
+from seed_jax.curve import Curve, metric_of
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
+from seed_jax.profiling import Profiler, timed_play
 from seed_jax.regrade import Regrade
 from seed_jax.replay_buffer import Replay
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
-from seed_jax.trajectory import group_numbers
+from seed_jax.unfinished import Unfinished
 from seed_jax.update import LossConfig, MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
@@ -51,7 +53,8 @@ def run_train(run: Run) -> dict:
     state = update.init_state(params, chain)
 
   # ---- where a former run got to
-  checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=run.config.checkpoint.keep)
+  often = run.config.checkpoint
+  checkpoints = Checkpoints(run.workdir / "checkpoints" / "train", keep=often.keep, keep_best=often.keep_best)
   behaviour = params  # that samples the next episodes: with async_level=1 the policy before the last update
   shapes = run.row_shapes(c)
   regrade = Regrade(run, method, shapes, model, params)
@@ -62,7 +65,7 @@ def run_train(run: Run) -> dict:
     return (state, *more) if more else state
 
   found = checkpoints.restore(kept(params), run.resume_step("train"))
-  first, seconds_before, counts = 0, 0.0, None
+  first, seconds_before, counts, unfinished = 0, 0.0, None, Unfinished()
   if found:
     first, restored, record = found
     state, *more = restored if isinstance(restored, tuple | list) else (restored,)
@@ -70,8 +73,10 @@ def run_train(run: Run) -> dict:
     if regrade.reward_model is not None:
       regrade.reward_model.state = more.pop()
     seconds_before, counts = record["seconds"], record["counts"]
+    unfinished = Unfinished(checkpoints.attached(first))
     checkpoints.drop_after(first)
     say(f"train: resumed at iteration {first} of {c.iterations}")
+  done = first  # iterations whose update is in `state`
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
@@ -100,9 +105,8 @@ def run_train(run: Run) -> dict:
         for group, task in enumerate(tasks, start)
         for member in range(c.group_size)
       ]
-      played = timed_play(
-        timer, run.play, engine, pool, episodes, iteration=key, reading=branch.reading, on_idle=on_idle
-      )
+      options = dict(iteration=key, reading=branch.reading, on_idle=on_idle, finished=unfinished.round(key, episodes))
+      played = timed_play(timer, run.play, engine, pool, episodes, **options)
       everything += played
       if method.group_filter is not None:
         with jax.set_mesh(run.mesh):  # as it was compiled
@@ -112,10 +116,25 @@ def run_train(run: Run) -> dict:
         break
     kept = kept[: c.tasks_per_iteration * c.group_size]
     log = episode_metrics(everything) | engine_metrics(engine.take_stats())
+    log["tokens_sampled"] += unfinished.take_tokens()
     return kept, log | {"episodes_kept": len(kept)}
 
   def seconds_so_far():
     return seconds_before + time.monotonic() - started - curve.seconds
+
+  def save(metric=None):
+    record = {"seconds": seconds_so_far(), "method": method.name, "counts": curve.counts}
+    checkpoints.save(done, kept(behaviour), record, metric=metric)
+
+  def stop():
+    """The run was asked to stop: all of `state`, and what has been played of the iteration under way."""
+    if checkpoints.newest != done:
+      save()
+    if done == c.iterations:
+      keep_examples(run.workdir, trajectories, split=c.split, iteration=done)
+    unfinished.drop_before(done * c.max_generations)
+    checkpoints.attach(done, unfinished.to_files())
+    say(f"train: stopped after {done} of {c.iterations} iterations, {unfinished.count()} episodes of the next are kept")
 
   def on_mesh(function):
     def call():
@@ -163,24 +182,31 @@ def run_train(run: Run) -> dict:
   say(f"train: {compiles.take()} programs are compiled")
 
   with (
+    checkpoints,
     run.pool(c.tasks_per_iteration * c.group_size) as pool,
     Writer(run.workdir, resume=first, config=run.config.to_dict()) as writer,
     progress(total=c.iterations, initial=first, desc=f"train {method.name}", unit="it", plain=run.plain) as bar,
+    Profiler(run.workdir / (run.config.profile.folder or "profile"), run.config.profile.iterations) as profiler,
+    preemption.on_preempted(stop),
   ):
-    curve.point(first, engine, pool, state.params)
-    if c.async_level and first < c.iterations:
-      ahead = sample(first, behaviour)
+    with run.notice.apart():
+      curve.point(first, engine, pool, state.params)
+      if c.async_level and first < c.iterations:
+        ahead = sample(first, behaviour)
     for iteration in range(first, c.iterations if method.trains else 0):
       tick = time.monotonic()
+      profiler.begin(iteration)
+      unfinished.drop_before(iteration * c.max_generations)
 
-      # ---- 1. episodes by the current policy, which reads each one as soon as it has ended and writes its skill
-      if c.async_level == 0:
-        ahead = sample(iteration, state.params)
-      trajectories, log = ahead
+      with run.notice.apart():  # of other processes, which may be faster or slower
+        # ---- 1. episodes by the current policy, which reads each one as soon as it has ended and writes its skill
+        if c.async_level == 0:
+          ahead = sample(iteration, state.params)
+        trajectories, log = ahead
 
-      # ---- 2. what the answers say, or another analyzer's
-      with timer("analysis"):
-        log |= branch.write(trajectories, engine, iteration)
+        # ---- 2. what the answers say, or another analyzer's
+        with timer("analysis"):
+          log |= branch.write(trajectories, engine, iteration)
 
       # ---- 3. advantages, samples in both contexts, packed mini-batches
       with timer("batch"), jax.set_mesh(run.mesh):
@@ -220,7 +246,8 @@ def run_train(run: Run) -> dict:
       if c.async_level and iteration + 1 < c.iterations:
         with jax.set_mesh(run.mesh):
           behaviour = copied(state.params)  # the update gives the buffers of its state away
-        ahead = sample(iteration + 1, behaviour, on_idle=on_mesh(work.advance))
+        with contextlib.suppress(preemption.Preempted):  # the update comes first
+          ahead = sample(iteration + 1, behaviour, on_idle=on_mesh(work.advance))
       with timer("update"), jax.set_mesh(run.mesh):
         state, metrics = work.finish()
       log |= metrics
@@ -230,19 +257,23 @@ def run_train(run: Run) -> dict:
       writer.write(iteration + 1, log)  # counted from 1: the number of iterations done
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
       curve.count(log)
-      curve.point(iteration + 1, engine, pool, state.params)
-      if (iteration + 1) % run.config.checkpoint.every == 0 and iteration + 1 < c.iterations:
-        record = {"seconds": seconds_so_far(), "method": method.name, "counts": curve.counts}
-        checkpoints.save(iteration + 1, kept(behaviour), record)
+      done = iteration + 1
+      with run.notice.apart():
+        curve.point(done, engine, pool, state.params)
+      if done % often.every == 0 and done < c.iterations:
+        save(metric_of(often.best_metric, log, curve, done))
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 
     if not method.trains:
-      curve.point(c.iterations, engine, pool, state.params)
+      with run.notice.apart():
+        curve.point(c.iterations, engine, pool, state.params)
 
   run.save_policy("final", model, state.params)
-  keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
-  return run.finish("train", _summary(run, method, start_from, seconds_so_far()))
+  if first < c.iterations:  # else they were kept when the run was stopped
+    keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
+  best = {"best": checkpoints.best()} if often.keep_best else {}  # (metric, iteration), best first
+  return run.finish("train", _summary(run, method, start_from, seconds_so_far()) | best)
 
 
 def loss_config(config) -> LossConfig:
@@ -256,18 +287,6 @@ def iteration_tasks(tasks, iteration: int, count: int, seed: int):
   epoch, place = divmod(iteration, per_epoch)
   order = np.random.default_rng(process_seed(seed, f"task order {epoch}")).permutation(len(tasks))
   return [tasks[i] for i in order[place * count : (place + 1) * count]]
-
-
-def kept_groups(trajectories, group_filter):
-  """The episodes of the groups that `group_filter(returns, group_ids, num_groups=...)` keeps.
-
-  The filter sees an episode that broke off as one of no group (-1): its return is no evidence.
-  """
-  numbers = group_numbers(trajectories)
-  ids = np.asarray([-1 if t.error else numbers[t.group] for t in trajectories], np.int32)
-  returns = np.asarray([t.episode_return for t in trajectories], np.float32)
-  keep = np.asarray(group_filter(returns, ids, num_groups=len(numbers)))
-  return [t for t in trajectories if keep[numbers[t.group]]]
 
 
 def episode_metrics(trajectories) -> dict[str, float]:
@@ -300,24 +319,9 @@ def warm_up(programs, run: Run) -> None:
   """Compiles every program of an iteration before the first one, so that none of them is a surprise later."""
   with jax.set_mesh(run.mesh), progress(total=len(programs), desc="compile", unit="program", plain=run.plain) as bar:
     for _, compile_it in programs:
+      run.notice.meet()
       compile_it()
       bar.update(1)
-
-
-def timed_play(timer: Timer, play: Callable, *args, **options):
-  """`play(*args, **options)`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what
-  skills take after that.
-  """
-  start = ended = time.perf_counter()
-
-  def on_episode(_):
-    nonlocal ended
-    ended = time.perf_counter()
-
-  trajectories = play(*args, on_episode=on_episode, **options)
-  timer.add("rollout", ended - start)
-  timer.add("analysis", time.perf_counter() - ended)
-  return trajectories
 
 
 def engine_metrics(stats) -> dict[str, float]:

@@ -168,6 +168,7 @@ class Update:
       with jax.named_scope("update"):
         return jax.lax.fori_loop(0, batch.count, body, (grads, metrics))
 
+    @jax.named_scope("optimizer")
     def apply(state: TrainState, grads, metrics):
       norm = optax.global_norm(grads)
       finite = jnp.isfinite(norm)

@@ -12,11 +12,16 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from seed_jax import methods
 from seed_jax.metrics import read_json, write_json
+from seed_jax.preemption import Notice
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
 EXTRA_STAGES = ("library", "compare", "preflight")  # run where they are asked for
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
 START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # what such runs have in common
+
+# what may change from command to command: the arms of a comparison have configs of their own, a profile changes
+# nothing, and a preflight only predicts
+FREE = {"compare": None, "profile": None, "preflight": None}
 
 
 class ConfigError(ValueError):
@@ -27,11 +32,19 @@ class Workdir:
   """One config in one folder. Whoever inherits says with `check` what can be run."""
 
   def __init__(
-    self, config: ConfigDict, workdir: epath.PathLike, *, plain: bool | None = None, resume_from: int | None = None
+    self,
+    config: ConfigDict,
+    workdir: epath.PathLike,
+    *,
+    plain: bool | None = None,
+    resume_from: int | None = None,
+    notice: Notice | None = None,
   ):
+    """notice: who asks this run to stop; by default nobody does."""
     self.config = FrozenConfigDict(config)
     self.workdir = epath.Path(workdir)
     self.plain, self.resume_from = plain, resume_from
+    self.notice = notice or Notice()
 
   def open(self) -> None:
     """Checks the config, then creates the work directory or checks that it belongs to this config.
@@ -42,9 +55,7 @@ class Workdir:
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
     theirs = read_json(path) if path.exists() else {}
-    # what is compared may grow, the arms have configs of their own; what is only predicted with may change
-    free = {"compare": None, "preflight": None}
-    differences = _differences(ours | free, theirs | free) if theirs else []
+    differences = _differences(ours | FREE, theirs | FREE) if theirs else []
     if differences and {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json"}:
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")

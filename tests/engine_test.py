@@ -307,6 +307,22 @@ def test_what_a_stop_string_takes_back_is_no_prefix_for_others(params):
   assert made.stats.tokens_reused == 5
 
 
+def test_a_prefix_that_is_still_to_be_copied_is_none_for_others(params):
+  """Two requests take a prefix over at once, the first one into a slot that stands before the prefix's own: what that
+  slot held before must not pass for the prefix.
+  """
+  made = engine(params, num_slots=4, share_prefix=4)
+  others = [[50 + i] * 12 for i in range(3)]
+  made.turn([Request(name, p, (9,)) for name, p in zip("xayz", [others[0], PROMPT, *others[1:]], strict=True)])
+  for name in "xz":
+    made.release(name)
+  prompts = {"b": [*PROMPT[:11], 40], "c": [*PROMPT[:11], 41]}
+  found = made.turn([Request(name, prompt, (1,)) for name, prompt in prompts.items()])
+  assert made.stats.tokens_reused == 2 * 11
+  for answer, prompt in zip(found, prompts.values(), strict=True):
+    same(answer, alone(params, prompt, (1,)))
+
+
 def test_new_parameters_leave_no_prefix_behind(params):
   made = engine(params, share_prefix=2)
   made.turn([Request("a", PROMPT, (0,))])

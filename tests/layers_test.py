@@ -18,13 +18,13 @@ ORDER = """
   models: models.hf_files models.hf_shards models.hf
   models: topologies roofline
   inference: decode requests slots engine score
-  records: progress metrics intervals across_seeds records
+  records: progress metrics preemption profiling intervals across_seeds records
   learning: optimizer update checkpoint checkpoint_params
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: library_builder skill_sources credit batching learn rollout
   measures: propositions instruments
-  programs: workdir run reward_model regrade replay_buffer supervised curve base collect annotate library_stage
-  programs: skill_branch sft train mechanism evaluate
+  programs: workdir run unfinished reward_model regrade replay_buffer supervised curve base collect annotate
+  programs: library_stage skill_branch sft train mechanism evaluate
   programs: charts page skill_report report compare_results compare_page compare
   programs: preflight_programs preflight_compile preflight_plans preflight_table preflight main convert
 """

@@ -1,4 +1,6 @@
-"""A run that is killed at any moment goes on with the same command and ends in the same bits as one that was not."""
+"""A run that is killed or asked to stop at any moment goes on with the same command and ends in the same bits as one
+that was not.
+"""
 
 import json
 import os
@@ -13,11 +15,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 TIMES = ("seconds", "compilations")  # what a row may differ in
 
-# Runs the command line, and dies without a word at the `count`-th call of a function: before it, after it, or, for a
-# function that writes a folder, with half of its files there.
+# Runs the command line, and gets a signal at the `count`-th call of a function, before it or after it.
 KILLER = """
 import importlib, os, signal, sys
-module, name, count, when = sys.argv[1:5]
+module, name, count, when, number = sys.argv[1:6]
 owner = importlib.import_module(module)
 *path, last = name.split(".")
 for part in path:
@@ -25,7 +26,7 @@ for part in path:
 real, calls = getattr(owner, last), [0]
 
 def die():
-  os.kill(os.getpid(), signal.SIGKILL)
+  os.kill(os.getpid(), signal.Signals[number])
 
 def wrapped(*args, **kwargs):
   calls[0] += 1
@@ -38,18 +39,32 @@ def wrapped(*args, **kwargs):
 
 setattr(owner, last, wrapped)
 from seed_jax import main
-sys.exit(main.cli(["main", *sys.argv[5:]]))
+sys.exit(main.cli(["main", *sys.argv[6:]]))
 """
 
 KILLS = {  # what the run is doing when it dies: the module and function whose n-th call it does not survive
-  "a checkpoint of the starting policy was written": ("seed_jax.checkpoint", "Checkpoints.save", 2, "after"),
+  "a checkpoint of the starting policy was written": ("seed_jax.checkpoint", "Checkpoints._complete", 2, "after"),
   "the starting policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
   "the first part of the episodes was written": ("seed_jax.collect", "save_trajectories", 1, "after"),
   "supervised training, between two checkpoints": ("seed_jax.supervised", "batching.to_batches", 10, "before"),
   "the files of the SFT policy are half written": ("seed_jax.models.hf", "_write_weights", 1, "after"),
-  "training, right after a checkpoint": ("seed_jax.checkpoint", "Checkpoints.save", 2, "after"),
-  "a row was written, and its checkpoint but for the record": ("seed_jax.checkpoint", "_sums", 2, "before"),
+  "training, right after a checkpoint": ("seed_jax.checkpoint", "Checkpoints._complete", 2, "after"),
+  "a row was written, and its checkpoint but for the record": (
+    "seed_jax.checkpoint",
+    "Checkpoints._describe",
+    2,
+    "before",
+  ),
   "the final policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
+}
+
+
+# What the run is doing when it is asked to stop.
+STOPS = {
+  "supervised training of the starting policy": ("seed_jax.supervised", "batching.to_batches", 10, "before"),
+  "collecting, some episodes have ended": ("seed_jax.rollout", "_Player._finish", 20, "after"),
+  "supervised training on skills": ("seed_jax.supervised", "batching.to_batches", 5, "before"),
+  "training, all episodes have ended": ("seed_jax.run", "Run.parse", 2, "before"),
 }
 
 
@@ -86,7 +101,7 @@ def whole(tmp_path_factory):
 def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole):
   cache, broken = whole.parent / "cache", whole.parent / "broken"
   for what, kill in KILLS.items():
-    died = start([*map(str, kill), *command(broken)], cache, ("-c", KILLER))
+    died = start([*map(str, kill), "SIGKILL", *command(broken)], cache, ("-c", KILLER))
     assert died.returncode == -signal.SIGKILL, f"{what}: {died.returncode}\n{died.stderr}"
   ended = start(command(broken), cache)
   assert ended.returncode == 0, ended.stderr
@@ -142,7 +157,7 @@ def test_a_run_a_step_ahead_resumes_with_the_policy_that_was_to_sample(whole):
   undisturbed, broken = folder / "ahead", folder / "ahead-broken"
   done = start([*command(undisturbed), *options], cache)
   assert done.returncode == 0, done.stderr
-  kill = ("seed_jax.checkpoint", "Checkpoints.save", "2", "after")
+  kill = ("seed_jax.checkpoint", "Checkpoints._complete", "2", "after", "SIGKILL")
   assert start([*kill, *command(broken), *options], cache, ("-c", KILLER)).returncode == -signal.SIGKILL
   ended = start([*command(broken), *options], cache)
   assert ended.returncode == 0 and "train: resumed at iteration 2 of 4" in ended.stderr, ended.stderr
@@ -152,3 +167,22 @@ def test_a_run_a_step_ahead_resumes_with_the_policy_that_was_to_sample(whole):
   assert (
     first["mismatch_mean"] < 1e-4 < min(row["mismatch_mean"] for row in later)
   )  # on-policy once, then a step behind
+
+
+@pytest.mark.slow
+def test_a_run_asked_to_stop_again_and_again_ends_in_the_same_bits(whole):
+  """By a signal, as a scheduler does it; preempted_runs_test.py has the places where training stops."""
+  cache, stopped = whole.parent / "cache", whole.parent / "stopped"
+  for what, stop in STOPS.items():
+    asked = start([*map(str, stop), "SIGTERM", *command(stopped)], cache, ("-c", KILLER))
+    assert asked.returncode == 75, f"{what}: {asked.returncode}\n{asked.stderr}"
+    assert asked.stderr.splitlines()[-1].startswith("preempted (SIGTERM): nothing is lost"), asked.stderr
+  assert "16 episodes of the next are kept" in asked.stderr
+  ended = start([*command(stopped), "--stages=train"], cache)
+  assert ended.returncode == 0, ended.stderr
+  for name in ("base", "sft", "final"):
+    assert weights(stopped, name) == weights(whole, name), name
+  for stage in ("base", "collect", "annotate", "sft", "train"):
+    one, other = (json.loads((w / f"{stage}.json").read_text()) for w in (whole, stopped))
+    assert {**one, "seconds": 0, "compilations": 0} == {**other, "seconds": 0, "compilations": 0}, stage
+  assert not list((stopped / "unfinished").iterdir())
