@@ -7,7 +7,7 @@ import pytest
 from tiny_run import started, tiny
 
 from seed_jax import checkpoint, train
-from seed_jax.curve import KEYS, Curve, panel_tasks
+from seed_jax.curve import KEYS, Curve, metric_of, panel_tasks
 from seed_jax.run import ConfigError, Run
 
 COUNTS = ("episodes", "environment_steps", "tokens_sampled", "tokens_trained")
@@ -166,6 +166,35 @@ def test_a_panel_of_training_tasks_is_refused(tmp_path):
   with pytest.raises(ConfigError, match=r"6 of its 6 tasks of the split 'train' are tasks of training; choose another"):
     panel_tasks(run, run.benchmark.tasks("train", 10, 1))
   assert panel_tasks(run, run.benchmark.tasks("train", 10, 2))  # another seed: other tasks
+
+
+def test_the_metric_of_a_checkpoint_is_a_column_or_the_named_split_of_the_panel(tmp_path):
+  (tmp_path / "w").mkdir()
+  (tmp_path / "w" / "curve.jsonl").write_text('{"iteration": 2, "success": 0.75}\n')
+  curve = Curve(opened(tmp_path, every=2), [], resume=2)
+  row = {"success": 0.5, "seconds/rollout": 3.0}
+  assert metric_of("success", row, curve, 2) == 0.5 and metric_of("seconds/rollout", row, curve, 2) == 3.0
+  assert metric_of("valid/success", row, curve, 2) == 0.75 and metric_of("valid/success", row, curve, 3) is None
+  assert metric_of("", row, curve, 2) is None
+  with pytest.raises(ConfigError, match="best_metric=succes is no column of metrics.jsonl; there are success, sec"):
+    metric_of("succes", row, curve, 2)
+
+
+def test_a_panel_is_chosen_by_only_where_it_is_named_and_played(tmp_path):
+  def check(best_metric, every=20, keep_best=1):
+    c = tiny()
+    c.train.panel.update(dict(every=4, split="valid"))
+    c.checkpoint.update(dict(keep_best=keep_best, best_metric=best_metric, every=every))
+    Run(c, tmp_path / "w").check()
+
+  for good in ("success", "valid/success", "seconds/rollout"):
+    check(good)
+  for bad, every in [("unseen/success", 20), ("panel/success", 20), ("valid/success", 10)]:
+    with pytest.raises(ConfigError, match=f"best_metric={bad} needs the panel of that split at every checkpoint"):
+      check(bad, every)
+  with pytest.raises(ConfigError, match="keep_best=1 needs config.checkpoint.best_metric"):
+    check("")
+  check("", keep_best=0)
 
 
 def test_the_keys_of_panels_are_no_keys_of_training():

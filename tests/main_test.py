@@ -1,6 +1,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -312,3 +313,25 @@ def test_the_program_itself_says_one_line_and_exits_with_the_code(tmp_path):
   done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
   assert (done.returncode, done.stdout) == (2, "")
   assert done.stderr == "error: the config has no field 'nonsense'\n"
+
+
+def test_a_run_that_is_asked_to_stop_exits_with_75_and_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+  stages = []
+
+  def ask(run):
+    stages.append(run)
+    os.kill(os.getpid(), signal.SIGTERM)  # heeded before the next stage at the latest
+
+  stage(monkeypatch, ask)
+  before = signal.getsignal(signal.SIGTERM)
+  assert main.cli(["main", *config(tmp_path)]) == 75 and len(stages) == 1
+  told = capsys.readouterr().err.splitlines()
+  assert told[-1] == f"preempted (SIGTERM): nothing is lost; {main.AGAIN}" and not any("error" in t for t in told)
+  assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_is_profiled_may_change_within_a_work_directory(monkeypatch, tmp_path, fault):
+  stage(monkeypatch, lambda run: run.finish("base", {}))
+  assert main.cli(["main", *config(tmp_path), "--stages=base"]) == 0
+  assert main.cli(["main", *config(tmp_path), "--stages=base", "--config.profile.iterations=(3,4)"]) == 0
+  assert "belongs to another config" in fault(*config(tmp_path), "--config.checkpoint.keep=3", code=1)

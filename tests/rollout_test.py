@@ -20,6 +20,7 @@ from seed_jax.rollout import (
   ACT,
   ANALYZE,
   Episode,
+  Finished,
   Prompter,
   Reading,
   Setting,
@@ -405,3 +406,39 @@ def test_idle_time_is_offered_to_others(tokenizer, answer_after):
     tokenizer, by_episode, numbers(2), workers=1, play_options={"answer_after": answer_after, "on_idle": on_idle}
   )
   assert out == scripted(tokenizer, by_episode, numbers(2))[0] and len(calls) >= 4
+
+
+# ---- stopped and gone on with
+
+
+class Stop(Exception):
+  pass
+
+
+@pytest.mark.parametrize("after", range(2, 12, 3))
+@pytest.mark.parametrize("mode", ["transcript", "window"])
+def test_a_play_that_was_stopped_goes_on_with_what_has_ended(tokenizer, after, mode):
+  setting, reading = Setting(mode=mode, max_steps=4), Reading(lambda t: [3] * (t.length + 5), 4)
+  script = lambda c: f"said {c[1] % 97}" if c[4] else by_episode(c)  # noqa: E731
+  options = dict(slots=3, setting=setting)
+  whole, engine = scripted(tokenizer, script, numbers(7), play_options=dict(reading=reading), **options)
+  finished, steps = Finished(), []
+
+  def between():
+    steps.append(1)
+    if len(steps) == after:
+      raise Stop
+
+  asked = dict(reading=reading, finished=finished, between=between)
+  with pytest.raises(Stop):
+    scripted(tokenizer, script, numbers(7), play_options=asked, **options)
+  before, read = dict(finished.trajectories), dict(finished.read)
+  assert all(t == whole[n] or n not in read for n, t in before.items())
+  out, again = scripted(tokenizer, script, numbers(7), play_options=asked, **options)
+  assert out == whole and [finished.trajectories[n] for n in range(7)] == out
+  assert all(out[n] is t for n, t in before.items())
+  played = {r.coordinates[1] for r in again.requests if r.coordinates[4] == ACT}
+  assert played == {task_number(f"add/{n}") for n in range(7) if n not in before}
+  asked_to_read = [r.conversation[1] for r in again.requests if r.coordinates[4] != ACT]
+  assert sorted(asked_to_read) == [n for n in range(7) if n not in read]  # nothing is read twice
+  assert finished.read == {n: len(tokenizer.encode(t.analysis)) + 1 for n, t in enumerate(whole)}
