@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from seed_jax import hosts
 from seed_jax.metrics import plain_value, read_json, write_json
 
 
@@ -86,7 +87,10 @@ class Checkpoints:
     raise CheckpointError(f"checkpoint {step} in {self.directory} is damaged ({fault}); {advice}")
 
   def drop_after(self, step: int) -> None:
-    """Removes checkpoints newer than `step`, when a run goes back to it."""
+    """Removes checkpoints newer than `step`, when a run goes back to it. All processes call it."""
+    hosts.meet(f"the checkpoint {step} that is read")  # nobody looks at the newer ones any more
+    if hosts.index():
+      return
     for newer in [s for s in self.steps() if s > step]:
       self._note(newer).unlink()  # first: without it the step counts as absent
       (self.directory / str(newer)).rmtree()

@@ -5,6 +5,7 @@ Shapes: Q tasks of an iteration, N episodes of a task, B rows, R response tokens
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, credit, instruments, learn, methods, optimizer, relatives, update
+from seed_jax import batching, credit, hosts, instruments, learn, methods, optimizer, relatives, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.curve import Curve
 from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progress, read_rows, say
 from seed_jax.regrade import Regrade
 from seed_jax.replay_buffer import Replay
+from seed_jax.requests import Stats
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
@@ -305,7 +307,7 @@ def warm_up(programs, run: Run) -> None:
 
 def timed_play(timer: Timer, play: Callable, *args, **options):
   """`play(*args, **options)`, its seconds told apart: `rollout` until the last episode has ended, `analysis` what
-  skills take after that.
+  skills take after that, `wait` until the other hosts have played their share.
   """
   start = ended = time.perf_counter()
 
@@ -313,14 +315,19 @@ def timed_play(timer: Timer, play: Callable, *args, **options):
     nonlocal ended
     ended = time.perf_counter()
 
+  hosts.take_waited()
   trajectories = play(*args, on_episode=on_episode, **options)
+  waited = hosts.take_waited()
   timer.add("rollout", ended - start)
-  timer.add("analysis", time.perf_counter() - ended)
+  timer.add("analysis", time.perf_counter() - ended - waited)
+  if hosts.several():
+    timer.add("wait", waited)
   return trajectories
 
 
 def engine_metrics(stats) -> dict[str, float]:
-  """What an iteration asked of the engine."""
+  """What an iteration asked of the engines of all hosts."""
+  stats = Stats(**hosts.totals("the counters of the engines", dataclasses.asdict(stats)))
   return {
     "tokens_sampled": stats.tokens_sampled,
     "tokens_prefilled": stats.tokens_prefilled,

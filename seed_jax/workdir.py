@@ -10,7 +10,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from seed_jax import methods
+from seed_jax import hosts, methods
 from seed_jax.metrics import read_json, write_json
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
@@ -100,8 +100,9 @@ class Workdir:
     return read_json(self.workdir / f"{stage}.json", None)
 
   def finish(self, stage: str, values: dict) -> dict:
-    """Marks a stage as done: DIR/<stage>.json."""
+    """Marks a stage as done: DIR/<stage>.json. Returns when all hosts have done it, so that they see its files."""
     write_json(self.workdir / f"{stage}.json", values)
+    hosts.meet(f"the end of stage {stage}")
     return values
 
   def policy_path(self, name: str) -> epath.Path:
@@ -140,7 +141,7 @@ class Workdir:
     for stage in START_STAGES:
       found = read_json(other / f"{stage}.json", None)
       if found is not None and self.done(stage) is None:
-        self.finish(stage, found | {"start": str(other)})
+        write_json(self.workdir / f"{stage}.json", found | {"start": str(other)})
 
 
 def resolve_model(path: str) -> str:

@@ -1,0 +1,81 @@
+"""The actor mesh: where the policy plays. In a job of several hosts each of them plays on its own devices.
+
+The learner's mesh spans all hosts. After each update the parameters are re-sharded by a jitted identity, so that every
+host holds one full copy over its own devices; its shards of that copy then become arrays of the host's own mesh as they
+are. So hosts play without lock-step: no program of a rollout crosses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from seed_jax import sharding
+
+
+def actor_mesh(learner: Mesh, shape: Mapping[str, int] | None = None) -> Mesh:
+  """The mesh on which this host plays: the learner's, or, where that spans several hosts, one of the local devices.
+
+  shape: sizes of (data, fsdp, tp). By default as much of the learner's `tp`, then of its `fsdp`, as divides the devices
+  of a host; the rest are replicas. Raises ValueError where the sizes are not those of a host.
+  """
+  if not spans_hosts(learner):
+    return learner
+  local = _by_host(learner)[jax.process_index()]
+  if shape is None:
+    tp = math.gcd(learner.shape["tp"], len(local))
+    fsdp = math.gcd(learner.shape["fsdp"], len(local) // tp)
+    shape = dict(data=len(local) // tp // fsdp, fsdp=fsdp, tp=tp)
+  if math.prod(shape.values()) != len(local):
+    raise ValueError(f"an actor mesh {dict(shape)} is not one of the {len(local)} devices that each host has")
+  devices = np.asarray(local).reshape([shape[axis] for axis in sharding.AXES])
+  return Mesh(devices, sharding.AXES, axis_types=(AxisType.Explicit,) * 3)
+
+
+def to_actor(learner: Mesh, actor: Mesh) -> Callable:
+  """place(params): the learner's parameters on the actor mesh. All hosts call it at the same time."""
+  if actor is learner:
+    return lambda params: params
+  everywhere = view(learner, actor)
+
+  def place(params):
+    specs = sharding.param_specs(params)
+    placed = jax.device_put(params, jax.tree.map(lambda s: NamedSharding(everywhere, s), specs))
+    return jax.tree.map(lambda x, s: local(x, NamedSharding(actor, s)), placed, specs)
+
+  return place
+
+
+def view(learner: Mesh, actor: Mesh) -> Mesh:
+  """All devices of the learner as (host, data, fsdp, tp), each host's as its actor mesh has them."""
+  devices = np.asarray(_by_host(learner)).reshape(-1, *actor.devices.shape)
+  return Mesh(devices, ("host", *sharding.AXES), axis_types=(AxisType.Auto,) * 4)
+
+
+def local(x: jax.Array, place: NamedSharding) -> jax.Array:
+  """The shards that lie on this host, as an array of its own mesh."""
+  shards = {shard.device: shard.data for shard in x.addressable_shards}
+  return jax.make_array_from_single_device_arrays(x.shape, place, [shards[d] for d in place.mesh.devices.flat])
+
+
+def spans_hosts(mesh: Mesh) -> bool:
+  """Whether the devices of the mesh are of more than one process."""
+  return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def _by_host(mesh: Mesh) -> list[list[jax.Device]]:
+  """The devices of every process, sorted. Raises ValueError where they are not equally many."""
+  hosts: dict[int, list] = {}
+  for device in sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id)):
+    hosts.setdefault(device.process_index, []).append(device)
+  if len(hosts) != jax.process_count() or len({len(devices) for devices in hosts.values()}) != 1:
+    found = ", ".join(f"host {host} {len(devices)}" for host, devices in hosts.items())
+    raise ValueError(
+      f"a learner mesh must hold all hosts with equally many devices of each ({found} of {jax.process_count()} hosts): "
+      f"choose sizes whose product is {jax.device_count()}"
+    )
+  return list(hosts.values())
