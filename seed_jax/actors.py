@@ -7,14 +7,17 @@ are. So hosts play without lock-step: no program of a rollout crosses them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from seed_jax import sharding
+from seed_jax import hosts, sharding
 
 
 def actor_mesh(learner: Mesh, shape: Mapping[str, int] | None = None) -> Mesh:
@@ -43,6 +46,7 @@ def to_actor(learner: Mesh, actor: Mesh) -> Callable:
   everywhere = view(learner, actor)
 
   def place(params):
+    hosts.meet("the parameters of the next episodes")
     specs = sharding.param_specs(params)
     placed = jax.device_put(params, jax.tree.map(lambda s: NamedSharding(everywhere, s), specs))
     return jax.tree.map(lambda x, s: local(x, NamedSharding(actor, s)), placed, specs)
@@ -62,6 +66,23 @@ def local(x: jax.Array, place: NamedSharding) -> jax.Array:
   return jax.make_array_from_single_device_arrays(x.shape, place, [shards[d] for d in place.mesh.devices.flat])
 
 
+def connect(mesh: Mesh) -> None:
+  """Opens the channels between the devices along every choice of mesh axes, now that all hosts stand at one place.
+
+  On a CPU (gloo) the first program that needs a channel fails on a host that waits for the others for 30 s, which a
+  compilation may take; later ones wait as long as it takes. Elsewhere there is nothing to do.
+  """
+  if not spans_hosts(mesh) or mesh.devices.flat[0].platform != "cpu":
+    return
+  hosts.meet("the channels between the devices")
+  total = jax.jit(jnp.sum)
+  long = [axis for axis in sharding.AXES if mesh.shape[axis] > 1]
+  for axes in itertools.chain.from_iterable(itertools.combinations(long, n) for n in range(1, len(long) + 1)):
+    ones = np.ones(math.prod(mesh.shape[axis] for axis in axes), np.float32)
+    with jax.set_mesh(mesh):
+      jax.block_until_ready(total(sharding.put(ones, NamedSharding(mesh, P(axes)))))
+
+
 def spans_hosts(mesh: Mesh) -> bool:
   """Whether the devices of the mesh are of more than one process."""
   return len({device.process_index for device in mesh.devices.flat}) > 1
@@ -69,13 +90,13 @@ def spans_hosts(mesh: Mesh) -> bool:
 
 def _by_host(mesh: Mesh) -> list[list[jax.Device]]:
   """The devices of every process, sorted. Raises ValueError where they are not equally many."""
-  hosts: dict[int, list] = {}
+  found: dict[int, list] = {}
   for device in sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id)):
-    hosts.setdefault(device.process_index, []).append(device)
-  if len(hosts) != jax.process_count() or len({len(devices) for devices in hosts.values()}) != 1:
-    found = ", ".join(f"host {host} {len(devices)}" for host, devices in hosts.items())
+    found.setdefault(device.process_index, []).append(device)
+  if len(found) != jax.process_count() or len({len(devices) for devices in found.values()}) != 1:
+    told = ", ".join(f"host {host} {len(devices)}" for host, devices in found.items())
     raise ValueError(
-      f"a learner mesh must hold all hosts with equally many devices of each ({found} of {jax.process_count()} hosts): "
+      f"a learner mesh must hold all hosts with equally many devices of each ({told} of {jax.process_count()} hosts): "
       f"choose sizes whose product is {jax.device_count()}"
     )
-  return list(hosts.values())
+  return list(found.values())

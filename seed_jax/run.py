@@ -45,6 +45,7 @@ class Run(Workdir):
     super().__init__(config, workdir, **options)
     self.mesh = sharding.make_mesh(**self.config.mesh)
     self.actor_mesh = actors.actor_mesh(self.mesh, self.config.rollout.get("mesh"))
+    actors.connect(self.mesh)
 
   def check(self) -> None:
     """Raises ConfigError or ValueError, before anything is written, for what would fail only stages later."""

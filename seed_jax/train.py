@@ -300,7 +300,8 @@ def copied(params):
 def warm_up(programs, run: Run) -> None:
   """Compiles every program of an iteration before the first one, so that none of them is a surprise later."""
   with jax.set_mesh(run.mesh), progress(total=len(programs), desc="compile", unit="program", plain=run.plain) as bar:
-    for _, compile_it in programs:
+    for name, compile_it in programs:
+      hosts.meet(f"the program {name!r}")
       compile_it()
       bar.update(1)
 
