@@ -21,33 +21,49 @@ from seed_jax import hosts, sharding
 
 
 def actor_mesh(learner: Mesh, shape: Mapping[str, int] | None = None) -> Mesh:
-  """The mesh on which this host plays: the learner's, or, where that spans several hosts, one of the local devices.
+  """The mesh on which this host plays: of its own devices, or the learner's itself where that is all of one host's.
 
-  shape: sizes of (data, fsdp, tp). By default as much of the learner's `tp`, then of its `fsdp`, as divides the devices
-  of a host; the rest are replicas. Raises ValueError where the sizes are not those of a host.
+  shape: sizes of (data, fsdp, tp), as config.actor_mesh has them. Without one, or where it says 0, `tp` is as much of
+  the learner's as divides the devices of a host, `fsdp` likewise of the others, and `data` (replicas) what is left.
+  Raises ValueError where the sizes are not those of a host.
   """
-  if not spans_hosts(learner):
+  shape = dict(shape or {})
+  if not spans_hosts(learner) and not (shape.get("data") or shape.get("tp")):
     return learner
   local = _by_host(learner)[jax.process_index()]
-  if shape is None:
-    tp = math.gcd(learner.shape["tp"], len(local))
-    fsdp = math.gcd(learner.shape["fsdp"], len(local) // tp)
-    shape = dict(data=len(local) // tp // fsdp, fsdp=fsdp, tp=tp)
-  if math.prod(shape.values()) != len(local):
-    raise ValueError(f"an actor mesh {dict(shape)} is not one of the {len(local)} devices that each host has")
-  devices = np.asarray(local).reshape([shape[axis] for axis in sharding.AXES])
+  tp = shape.get("tp") or math.gcd(learner.shape["tp"], len(local))
+  fsdp = shape.get("fsdp") or math.gcd(learner.shape["fsdp"], max(len(local) // tp, 1))
+  data = shape.get("data") or len(local) // tp // fsdp
+  if data * fsdp * tp != len(local):
+    raise ValueError(
+      f"config.actor_mesh: data={data}, fsdp={fsdp}, tp={tp} is not a mesh of the {len(local)} devices of a host; "
+      "choose sizes whose product that is"
+    )
+  devices = np.asarray(local).reshape(data, fsdp, tp)
   return Mesh(devices, sharding.AXES, axis_types=(AxisType.Explicit,) * 3)
 
 
-def to_actor(learner: Mesh, actor: Mesh) -> Callable:
-  """place(params): the learner's parameters on the actor mesh. All hosts call it at the same time."""
+def to_actor(learner: Mesh, actor: Mesh, dtype: str = "float32") -> Callable:
+  """place(params): the learner's parameters on the actor mesh, those that layers compute with in `dtype` (which is what
+  the layers would make of them). All hosts call it at the same time.
+  """
   if actor is learner:
     return lambda params: params
   everywhere = view(learner, actor)
 
+  @jax.jit
+  def cast(params):
+    return {
+      name: leaf if name == "final_norm" else jax.tree.map(lambda x: x.astype(dtype), leaf)
+      for name, leaf in params.items()
+    }
+
   def place(params):
     hosts.meet("the parameters of the next episodes")
-    specs = sharding.param_specs(params)
+    with jax.set_mesh(learner):
+      params = cast(params)
+    with jax.set_mesh(actor):
+      specs = sharding.param_specs(params)
     placed = jax.device_put(params, jax.tree.map(lambda s: NamedSharding(everywhere, s), specs))
     return jax.tree.map(lambda x, s: local(x, NamedSharding(actor, s)), placed, specs)
 

@@ -44,7 +44,7 @@ class Run(Workdir):
   def __init__(self, config: ConfigDict, workdir: epath.PathLike, **options):
     super().__init__(config, workdir, **options)
     self.mesh = sharding.make_mesh(**self.config.mesh)
-    self.actor_mesh = actors.actor_mesh(self.mesh, self.config.rollout.get("mesh"))
+    self.actor_mesh = actors.actor_mesh(self.mesh, self.config.get("actor_mesh"))
     actors.connect(self.mesh)
 
   def check(self) -> None:
@@ -139,7 +139,7 @@ class Run(Workdir):
     as slots).
     """
     r = self.config.rollout
-    count = min(r.environments or r.slots, hosts.largest_share(num_episodes))
+    count = hosts.largest_share(min(r.environments or r.slots, num_episodes))
     return Pool(
       self.benchmark, count, min(r.workers, count), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout
     )
@@ -152,7 +152,7 @@ class Run(Workdir):
     return Engine(
       model,
       self.actor_mesh,
-      num_slots=r.slots,
+      num_slots=hosts.largest_share(r.slots),
       capacity=max(r.capacity, a.max_prompt + a.max_response),
       max_new=r.max_response,
       sampling=decode.Sampling(temperature, r.top_k, r.top_p),
@@ -165,7 +165,7 @@ class Run(Workdir):
       refill=r.refill,
       share_prefix=r.share_prefix,
       capacity_buckets=tuple(r.capacity_buckets),
-      place=actors.to_actor(self.mesh, self.actor_mesh),
+      place=actors.to_actor(self.mesh, self.actor_mesh, model.dtype),
     )
 
   def play(self, engine: Engine, pool: Pool, episodes: Sequence[Episode], **options) -> list[Trajectory]:
