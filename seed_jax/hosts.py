@@ -78,7 +78,7 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
   seconds = lambda name, default: float(environment.get(name, "") or default)  # noqa: E731
   wait, lost_after = seconds("SEED_JAX_WAIT_SECONDS", 1800), seconds("SEED_JAX_LOST_SECONDS", 30)
   options = dict(initialization_timeout=int(min(wait, 600)), shutdown_timeout_seconds=60)
-  options["heartbeat_timeout_seconds"] = int(3 * lost_after)  # ours are heard first
+  options["heartbeat_timeout_seconds"] = int(3 * lost_after + 30)  # ours speak first
   try:
     with liveness.quiet_client():
       jax.distributed.initialize(**place, **options)

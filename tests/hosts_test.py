@@ -128,8 +128,8 @@ def test_what_two_hosts_tell_each_other_and_where_parameters_and_rows_come_to_li
     (("meet:here", "sleep:9 meet:here"), (76, 76), ("host 1 (", "did not reach 'here' within 5 s of host 0 (")),
     (("meet:here", "meet:there"), (76, 76), ("'here'", "'there'", "different commands")),
     # one fails: the other says why
-    (("meet:here", "raise"), (76, 1), ("host 1 (", "failed: the disk is full")),
-    (("sum", "sleep:2 raise"), (76, 1), ("host 1 (", "failed: the disk is full")),
+    (("meet:here", "raise"), (76, 1), ("host 1 (", "failed: ", "the disk is full")),
+    (("sum", "sleep:2 raise"), (76, 1), ("host 1 (", "failed: ", "the disk is full")),
     # one is killed, while the other waits at a meeting, or in a program of all hosts
     (("meet:here", "die"), (76, -signal.SIGKILL), ("host 1 (", "gave no heartbeat for 4 s", "same command")),
     (("sum", "sleep:2 die"), (76, -signal.SIGKILL), ("host 1 (", "gave no heartbeat for 4 s", "same command")),
