@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from seed_jax import methods
+from seed_jax import hosts, methods
 from seed_jax.intervals import summarize
 from seed_jax.mechanism import run_mechanism
 from seed_jax.metrics import progress, say
@@ -50,7 +50,7 @@ def evaluate_policy(run: Run, name: str) -> dict:
   ]
   with (
     run.pool(len(episodes)) as pool,
-    progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
+    progress(total=hosts.largest_share(len(episodes)), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
   ):
     trajectories = run.play(engine, pool, episodes, on_episode=lambda t: bar.update(1))
   rest = [t for t in trajectories if t.group >= len(panel)]  # config.evaluate.also: told apart from the panel

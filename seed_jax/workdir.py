@@ -41,10 +41,12 @@ class Workdir:
     self.check()
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
+    if hosts.index() and not path.exists():  # process 0 has written it
+      raise ConfigError(f"{self.workdir} is not the same folder on all hosts; name one that all of them see (gs://...)")
     theirs = read_json(path) if path.exists() else {}
     # what is compared may grow; the arms have configs of their own
     differences = _differences(ours | {"compare": None}, theirs | {"compare": None}) if theirs else []
-    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json"}:
+    if differences and (hosts.index() or {item.name for item in self.workdir.iterdir()} - {"config.json"}):
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
     if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one
