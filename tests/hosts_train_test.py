@@ -48,10 +48,15 @@ def start(tmp_path_factory):
   return workdir
 
 
-def train(start, name, count, devices, *, slow=NOBODY, killed=NOBODY, **changes):
+def train(start, name, count, devices, *, slow=NOBODY, killed=NOBODY, stages="train", **changes):
   shape = dict(data=count, fsdp=devices) if count > 1 else {}
   fields = {f"mesh.{axis}": size for axis, size in shape.items()} | {"train.iterations": 3} | changes
-  arguments = [f"--config={start.parent}/config.py", f"--workdir={start.parent / name}", "--plain", "--stages=train"]
+  arguments = [
+    f"--config={start.parent}/config.py",
+    f"--workdir={start.parent / name}",
+    "--plain",
+    f"--stages={stages}",
+  ]
   arguments += [f"--config.{field}={value}" for field, value in ({"start": start} | fields).items()]
   options = dict(count=count, devices=devices, cache=start.parent / "cache", timeout=1200, SEED_JAX_LOST_SECONDS="15")
   return job(PROGRAM, [slow, killed, *arguments], **options)
@@ -109,6 +114,24 @@ def test_a_killed_host_ends_the_job_and_the_same_command_resumes(start, one):
   assert [code for code, *_ in ended] == [0, 0], ended
   assert "train: resumed at iteration 2 of 3" in ended[0][2]
   check_same(start, "killed", one)
+
+
+@pytest.mark.slow
+def test_every_stage_gives_what_it_gives_in_one_process(start):
+  changes = {"start": "", "train.iterations": 1, "collect.tasks": 4, "collect.samples": 2, "sft.epochs": 1}
+  changes |= {"evaluate.tasks": 4, "evaluate.mechanism_tasks": 2, "rollout.slots": 16}
+  for name, count in (("stages-1", 1), ("stages-2", 2)):
+    mesh = {"mesh.data": 1, "mesh.fsdp": count}
+    ended = train(start, name, count, 1, stages="", **changes, **mesh)
+    assert [code for code, *_ in ended] == [0] * count, ended
+  for policy in ("base", "sft", "final"):
+    a, b = (load_file(start.parent / n / "policy" / policy / "model.safetensors") for n in ("stages-1", "stages-2"))
+    for key, value in a.items():
+      np.testing.assert_allclose(b[key], value, rtol=0, atol=1e-5, err_msg=f"{policy} {key}")
+  for stage in ("collect", "annotate", "train", "evaluate"):
+    a, b = (json.loads((start.parent / n / f"{stage}.json").read_text()) for n in ("stages-1", "stages-2"))
+    differ = {key for key in a if a[key] != b[key]} - {"seconds", "checkpoint", "start"}
+    assert not differ, stage
 
 
 @pytest.mark.slow
