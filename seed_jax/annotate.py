@@ -8,7 +8,7 @@ import time
 
 from etils import epath
 
-from seed_jax import skills
+from seed_jax import hosts, skills
 from seed_jax.analyzers import ExternalAnalyzer, ScriptedAnalyzer
 from seed_jax.collect import load_collected
 from seed_jax.metrics import say
@@ -33,7 +33,7 @@ def run_annotate(run: Run) -> dict:
   started = time.monotonic()
   trajectories = load_collected(run)
   readable = [t for t in trajectories if t.turns and not t.error]
-  texts = make_analyzer(run).analyze(readable)
+  texts = hosts.from_first("the annotations", lambda: make_analyzer(run).analyze(readable))
   parsed = skills.attach_analyses(readable, texts)
   kept = [t for t in readable if t.skill]
   if not kept:

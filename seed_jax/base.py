@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 
-from seed_jax import sharding, text
+from seed_jax import hosts, sharding, text
 from seed_jax.batching import Sample
 from seed_jax.metrics import say
 from seed_jax.models import decoder
@@ -43,19 +43,17 @@ def run_base(run: Run) -> dict:
   say(f"base: {len(demonstrations)} demonstrations, {np.mean(won):.0%} of those without a skill succeed")
 
   folder = run.workdir / "tokenizer"
-  if not (folder / "spm.model").exists():
+  if not hosts.from_first("the vocabulary", (folder / "spm.model").exists):
     lines = [line for d in demonstrations[: c.vocabulary_episodes] for line in _texts(run, d)]
     names = sorted(
       {name for line in lines for name in NAME.findall(line)}
     )  # one piece a name: a place is then copied in one step
-    text.train_sentencepiece(
-      lines,
-      str(folder),
-      vocab_size=c.vocab_size,
-      symbols=JSON_PIECES + BLOCK_PIECES,
-      phrases=[*PHRASES, *names],
-      byte_fallback=False,
-    )
+    options = dict(symbols=JSON_PIECES + BLOCK_PIECES, phrases=[*PHRASES, *names], byte_fallback=False)
+
+    def train():
+      text.train_sentencepiece(lines, str(folder), vocab_size=c.vocab_size, **options)
+
+    hosts.from_first("the vocabulary that was trained", train)
   tokenizer = text.load_tokenizer(str(folder))
   run.tokenizer = tokenizer  # the policy's own, before the policy exists
 

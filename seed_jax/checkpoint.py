@@ -25,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from seed_jax import hosts
 from seed_jax.metrics import plain_value, read_json, write_json
 
 SMALL = 1 << 20  # bytes up to which a file has a SHA-256 in the record
@@ -71,7 +72,7 @@ class Checkpoints:
     """
     self.finish()
     self.directory.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
+    if hosts.index() == 0:
       self._note(step).unlink(missing_ok=True)
       self._sweep(self.steps())  # what a killed process left, a half-written tree of this very step too
     sums = array_sums(state)
@@ -95,7 +96,7 @@ class Checkpoints:
     """The end of a `save`, in a thread of its own. The writer returns when every process has written its share."""
     try:
       writer.close()
-      if jax.process_index() == 0:
+      if hosts.index() == 0:
         note["arrays"] = [int(x) for x in jax.device_get(sums)]
         self._describe(step, note)
         best = [s for _, s in self.best()[: self.keep_best]] if self.keep_best else []
@@ -108,19 +109,19 @@ class Checkpoints:
     under names of its own. Until all are there the checkpoint is what it was.
     """
     self.finish()
-    _sync(f"checkpoint {step}")  # process 0 has written its record
+    hosts.meet(f"checkpoint {step}")  # process 0 has written its record
     note = read_json(self._note(step))
     attempt = note["attempt"] = note.get("attempt", 0) + 1
     for name, data in files.items():
       (self.directory / f"{step}-{attempt}-{name}").write_bytes(data)
-    _sync(f"attachments of checkpoint {step}")
-    if jax.process_index() == 0:
+    hosts.meet(f"attachments of checkpoint {step}")
+    if hosts.index() == 0:
       note.pop("sum")
       self._describe(step, note)
       for item in self.directory.iterdir():
         if item.name.startswith(f"{step}-") and not item.name.startswith(f"{step}-{attempt}-"):
           item.unlink()
-    _sync(f"checkpoint {step} with attachments")
+    hosts.meet(f"checkpoint {step} with attachments")
 
   def attached(self, step: int) -> dict[str, bytes]:
     """What was attached to a complete checkpoint, by name."""
@@ -167,9 +168,10 @@ class Checkpoints:
     raise CheckpointError(f"checkpoint {step} in {self.directory} is damaged ({fault}); {advice}")
 
   def drop_after(self, step: int) -> None:
-    """Removes checkpoints newer than `step`, when a run goes back to it."""
+    """Removes checkpoints newer than `step`, when a run goes back to it. All processes call it."""
+    hosts.meet(f"the checkpoint {step} that is read")  # nobody looks at the newer ones any more
     steps = self.steps()
-    if jax.process_index() == 0 and steps and steps[-1] > step:
+    if hosts.index() == 0 and steps and steps[-1] > step:
       self._sweep([s for s in steps if s <= step])
 
   def __enter__(self) -> Checkpoints:
@@ -216,14 +218,6 @@ class Checkpoints:
     wrong = sorted(expected.keys() ^ found.keys())
     wrong += [name for name in sorted(expected.keys() & found.keys()) if expected[name] != _of_file(found[name])]
     return f"{len(wrong)} of {len(expected)} files differ from their sums, first {wrong[0]}" if wrong else None
-
-
-def _sync(what: str) -> None:
-  """Waits until all processes are here."""
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices(what)
 
 
 # ---------------------------------------------------------------- sums

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from seed_jax import hosts
 from seed_jax.metrics import progress, say
 from seed_jax.rollout import Episode
 from seed_jax.run import Run, process_seed
@@ -26,7 +27,9 @@ def run_collect(run: Run) -> dict:
   done, plays = [], Plays(run, "collect")
   batches = _parts(tasks, c.tasks_per_part)
   with run.pool(c.tasks_per_part * c.samples) as pool:
-    with progress(total=len(tasks) * c.samples, desc="collect", unit="episode", plain=run.plain) as bar:
+    with progress(
+      total=hosts.largest_share(len(tasks) * c.samples), desc="collect", unit="episode", plain=run.plain
+    ) as bar:
       for number, part in enumerate(batches):
         place = run.workdir / "trajectories" / f"collected-{number:03d}"
         try:

@@ -49,7 +49,8 @@ class Engine:
   running responses stand still. refill: decoding pauses when this share of the running responses has finished.
   share_prefix: the shortest prefix worth taking over from another slot (0: never). capacity_buckets: the slots begin
   with room for the smallest number of tokens and grow with their longest conversation: where attention reads whole
-  slots (not in the decode kernel) short ones are faster.
+  slots (not in the decode kernel) short ones are faster. place: brings the parameters onto `mesh` from where the
+  learner has them (see actors.py).
   """
 
   def __init__(
@@ -71,6 +72,7 @@ class Engine:
     refill: float = 0.125,
     share_prefix: int = 8,
     capacity_buckets: Sequence[int] = (),
+    place: Callable = lambda params: params,
   ):
     self.shards = sharding.num_row_shards(mesh)
     smallest = max(smallest, self.shards)
@@ -81,7 +83,7 @@ class Engine:
     self.max_new, self.stop_ids, self.seed, self.find_stop = max_new, tuple(stop_ids), np.int32(seed), find_stop
     self.check_every, self.prefill_tokens = check_every, prefill_tokens
     self.refill, self.share_prefix = refill, share_prefix
-    self.params = None
+    self.params, self._place = None, place
     self.stats = Stats()
     self.slots = SlotCache(config, mesh, capacity, capacity_buckets)
     self.reset()
@@ -90,6 +92,8 @@ class Engine:
 
   def set_params(self, params) -> None:
     """New weights. Every conversation ends: a cache of old weights would be off-policy without anyone noticing."""
+    self.params = None  # freed before their successors are made
+    params = self._place(params)
     with jax.set_mesh(self.mesh):
       self.params = decoder.for_decode(decode.for_loop(params, self.config))
     self.reset()
@@ -243,6 +247,8 @@ class Engine:
       if soon >= ready + max(self.share_prefix, 1):
         self._queue.append(request)
         continue
+      while ready and self._copies(source):  # what it will hold is still where it takes it from
+        source = self._filling[source].source
       slot = source if ready and source in free else self.table.oldest(free, source if ready else None)
       free.remove(slot)
       self.table.begin(slot, request.tokens[:ready], source=source if ready else slot)
@@ -252,6 +258,10 @@ class Engine:
       self._enter(slot, request, list(request.tokens[ready:]), source=source if ready else slot)
       if ready and source in free:
         free.remove(source)  # until it has been copied
+
+  def _copies(self, slot) -> bool:
+    """Whether the slot's prefix is promised to it, but not copied yet."""
+    return slot in self._filling and self._filling[slot].source != slot
 
   def _enter(self, slot, request, feed, source):
     self.table.plan(slot, feed)

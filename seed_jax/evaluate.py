@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from seed_jax import methods
+from seed_jax import hosts, methods
 from seed_jax.intervals import summarize
 from seed_jax.mechanism import run_mechanism
 from seed_jax.metrics import progress, say
@@ -52,7 +52,7 @@ def evaluate_policy(run: Run, name: str, number: int = 0, plays: Plays | None = 
   ]
   with (
     run.pool(len(episodes)) as pool,
-    progress(total=len(episodes), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
+    progress(total=hosts.largest_share(len(episodes)), desc=f"evaluate {name}", unit="episode", plain=run.plain) as bar,
   ):
     plays = plays or Plays(run, f"evaluate {name}")
     trajectories = plays(number, engine, pool, episodes, params, on_episode=lambda t: bar.update(1))

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, score
+from seed_jax import batching, hosts, score
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
@@ -168,7 +168,7 @@ def skill_pairs(
     for batch, episode in zip(batches, grids, strict=False):  # no sample at all: one batch and no grid
       if batch.skill_logprobs is None:
         continue
-      mask, skill_mask, ordinary, skill = jax.device_get(
+      mask, skill_mask, ordinary, skill = hosts.fetch(
         (batch.mask, batch.skill_mask, batch.sampler_logprobs, batch.skill_logprobs)
       )
       counted = mask * skill_mask > 0

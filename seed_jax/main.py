@@ -9,6 +9,7 @@ SEED_JAX_TRACEBACK=1) shows where it was raised.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -39,7 +40,7 @@ def cli(argv: list[str]) -> int:
   """Runs a command line (argv[0] is the program) and returns its exit code.
 
   0: done; 1: failed; 2: a wrong command line; 75: asked to stop (SIGTERM, SIGUSR1, a maintenance notice), to be run
-  again; 130: interrupted.
+  again; 76: another host failed or is gone, to be run again; 130: interrupted.
   """
   quiet()
   show = "--traceback" in argv or os.environ.get("SEED_JAX_TRACEBACK", "0") not in ("", "0")
@@ -55,11 +56,13 @@ def cli(argv: list[str]) -> int:
   except (KeyboardInterrupt, Exception) as error:
     if isinstance(error, preemption.Preempted):
       print(f"preempted ({error}): nothing is lost; {AGAIN}", file=sys.stderr, flush=True)
+      if "seed_jax.hosts" in sys.modules:
+        with contextlib.suppress(Exception):  # a host that is gone by now has nothing left to say
+          sys.modules["seed_jax.hosts"].finish()
       return preemption.EXIT_CODE
     if show:
       traceback.print_exc()
-    print("error: " + describe(error), file=sys.stderr, flush=True)
-    return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, (UsageError, flags.Error)) else 1
+    return failed(error)
 
 
 def work(values: flags.FlagValues) -> None:
@@ -69,10 +72,14 @@ def work(values: flags.FlagValues) -> None:
     raise UsageError(
       f"{missing} is missing; example: python -m seed_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
     )
+  from seed_jax import hosts
   from seed_jax import run as run_module
   from seed_jax.metrics import say
 
   stages = chosen_stages(values.stages, run_module.STAGES, run_module.EXTRA_STAGES)
+  hosts.start()
+  if hosts.several() and "compare" in stages:
+    raise UsageError("the stage compare runs on one host; start each of its arms as a run of its own")
   run_module.set_up_jax(cache_folder())
   with preemption.watch(preemption.Notice()) as notice:
     options = dict(plain=values.plain, resume_from=values.resume_from, notice=notice)
@@ -84,12 +91,13 @@ def work(values: flags.FlagValues) -> None:
       run = Preflight(values.config, values.workdir, topology=values.topology, **options)
     else:
       run = run_module.Run(values.config, values.workdir, **options)
-    run.open()
+    hosts.first_then_others("the work directory", run.open)
     left = run.plan(stages)
     say(run.headline(values.config_path, stages, left))
     for stage in left:
       notice.meet()
       stage_function(stage)(run)
+  hosts.finish()
 
 
 def stage_function(stage: str):
@@ -232,6 +240,18 @@ def listing(workdir: str | None) -> str:
 
 
 # ---------------------------------------------------------------- errors in one line
+
+
+def failed(error: BaseException) -> int:
+  """Says in one line what went wrong and returns the exit code; of several processes this one ends here."""
+  hosts = sys.modules.get("seed_jax.hosts")  # loaded by `work`, and with it jax
+  lost = hosts.lost(error) if hosts else ""
+  text = lost or describe(error)
+  print("error: " + text, file=sys.stderr, flush=True)
+  code = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, (UsageError, flags.Error)) else 1
+  if hosts:
+    hosts.leave(hosts.EXIT_LOST if lost else code, "" if lost else text)
+  return hosts.EXIT_LOST if lost else code
 
 
 def describe(error: BaseException) -> str:

@@ -81,7 +81,9 @@ def read_json(path: epath.PathLike, default: Any = _REQUIRED) -> Any:
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
-  """Writes a text file so that a reader sees the old one or the whole new one, never a part."""
+  """Writes a text file so that a reader sees the old one or the whole new one, never a part. Process 0 only."""
+  if not is_writer():
+    return
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"

@@ -9,7 +9,7 @@ With several processes `jax.experimental.multihost_utils.reached_preemption_sync
 that all processes take together, so a rollout, in which each process goes its own pace, would have to be played to its
 end, and its handler takes SIGTERM for itself and knows no other notice. Instead the first process with a notice leaves
 a word in jax's coordination service, which the others read every second, so that all cut their rollouts short; at the
-next `meet` they agree by one collective, and nobody waits for somebody who has left.
+next `meet` they agree, and nobody waits for somebody who has left.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Notice:
   """Whether this run was asked to stop, and why. Without `watch` nobody asks but who calls `give`."""
 
   def __init__(self, any_of: Callable[[bool], bool] | None = None):
-    """any_of(flag): whether the flag of any process is set, called by all of them; by default jax's own processes."""
+    """any_of(flag): whether the flag of any process is set, called by all of them; by default the hosts of the job."""
     self.reason = ""
-    self._any_of = any_of or _any_process
+    self._any_of = any_of
 
   def give(self, reason: str) -> None:
     """Asks the run to stop. The first reason stays."""
@@ -51,9 +51,12 @@ class Notice:
     if self.reason:
       raise Preempted(self.reason)
 
-  def meet(self) -> None:
-    """Raises Preempted in all processes where any of them was asked to stop; all of them must call it."""
-    if self._any_of(bool(self.reason)):
+  def meet(self, what: str = "a place where the run may stop") -> None:
+    """Raises Preempted in all processes where any of them was asked to stop; all of them must call it, for the same
+    `what`.
+    """
+    flag = bool(self.reason)
+    if _any_host(flag, what) if self._any_of is None else self._any_of(flag):
       self.give("another process was asked to stop")
       raise Preempted(self.reason)
 
@@ -146,12 +149,7 @@ def _ask_processes(notice: Notice, over: threading.Event, every: float) -> None:
     over.wait(every)
 
 
-def _any_process(flag: bool) -> bool:
-  import jax
+def _any_host(flag: bool, what: str) -> bool:
+  from seed_jax import hosts  # and with it jax, which the command line does without until it is needed
 
-  if jax.process_count() == 1:
-    return flag
-  import numpy as np
-  from jax.experimental import multihost_utils
-
-  return bool(np.asarray(multihost_utils.process_allgather(np.int32(flag))).any())
+  return any(hosts.gather(what, flag)) if hosts.several() else flag

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import jax
 from etils import epath
 
+from seed_jax import hosts
 from seed_jax.metrics import Timer, say
 
 
@@ -81,7 +82,7 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
 
 def timed_play(timer: Timer, play: Callable, *args, **options):
   """`play(*args, **options)`, its seconds told apart, and its parts named in a trace: `rollout` until the last episode
-  has ended, `analysis` what skills take after that.
+  has ended, `analysis` what skills take after that, `wait` until the other hosts have played their share.
   """
   start = ended = time.perf_counter()
 
@@ -89,8 +90,12 @@ def timed_play(timer: Timer, play: Callable, *args, **options):
     nonlocal ended
     ended = time.perf_counter()
 
+  hosts.take_waited()
   with jax.profiler.TraceAnnotation("rollout"):
     trajectories = play(*args, on_episode=on_episode, **options)
+  waited = hosts.take_waited()
   timer.add("rollout", ended - start)
-  timer.add("analysis", time.perf_counter() - ended)
+  timer.add("analysis", time.perf_counter() - ended - waited)
+  if hosts.several():
+    timer.add("wait", waited)
   return trajectories

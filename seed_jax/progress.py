@@ -10,10 +10,10 @@ from typing import Any, TextIO
 
 
 def is_writer() -> bool:
-  """True on the one process that writes files and prints."""
-  import jax  # Here and not above: reading a report or a metrics file must start no device.
+  """True on the one process that writes files and prints. Starts no device."""
+  from seed_jax import hosts  # Here and not above: it loads jax, and reading a metrics file must not.
 
-  return jax.process_index() == 0
+  return hosts.index() == 0
 
 
 def say(text: str) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching
+from seed_jax import batching, hosts, sharding
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
@@ -73,7 +73,7 @@ class Line:
 
   def flat(self, arrays: Sequence[Sequence[jax.Array]]) -> np.ndarray:
     """Arrays [M, B, R], those of a mini-batch in a list of their own, as a line."""
-    return self._line(jax.device_get(list(arrays)), np.float32)
+    return self._line(hosts.fetch(list(arrays)), np.float32)
 
   def write(self, minibatches: Minibatches, advantages) -> list[list[Batch]]:
     """The mini-batches with these advantages, [1, room.tokens]."""
@@ -84,7 +84,7 @@ class Line:
         old = part[number].advantages
         grid, count = np.zeros(place.shape, np.float32), int(place.sum())
         grid[place > 0] = line[at : at + count]
-        out[-1][number] = part[number].replace(advantages=jax.device_put(grid, old.sharding))
+        out[-1][number] = part[number].replace(advantages=sharding.put(grid, old.sharding))
         at += count
     return out
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from seed_jax import batching, learn, replay
+from seed_jax import batching, hosts, learn, replay, sharding
 from seed_jax.batching import RowShape, Sample
 from seed_jax.metrics import is_writer
 from seed_jax.replay import ReplayConfig
@@ -144,7 +144,7 @@ class Replay:
     the policy that sampled, and the share of tokens that clip-cov took out.
     """
     flat = [b for part in parts for b in part]
-    rows = jax.device_get([(b.old_logprobs, b.sampler_logprobs, b.advantages, b.mask) for b in flat])
+    rows = hosts.fetch([(b.old_logprobs, b.sampler_logprobs, b.advantages, b.mask) for b in flat])
     places = [row[3] > 0 for row in rows]
     total = int(sum(place.sum() for place in places))
     column = lambda i: np.concatenate([row[i][place] for row, place in zip(rows, places, strict=True)])  # noqa: E731
@@ -154,7 +154,7 @@ class Replay:
       grid, size = np.zeros_like(row[2]), int(place.sum())
       grid[place] = coef * row[2][place] * kept[at : at + size]
       at += size
-      weighed = jax.device_put(grid, batch.advantages.sharding)
+      weighed = sharding.put(grid, batch.advantages.sharding)
       out.append(batch.replace(advantages=weighed, old_logprobs=batch.sampler_logprobs))
     ends = np.cumsum([len(part) for part in parts])
     out = [out[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]

@@ -92,9 +92,10 @@ def run_report(run) -> dict:
   """Stage `report`: the page, and the table on the terminal. `run` is a `seed_jax.run.Run`."""
   path = build(run.workdir, command=f"python -m seed_jax.main {shlex.join(sys.argv[1:])}")
   evaluation = metrics.read_json(run.workdir / "evaluate.json", default=None)
-  if evaluation:
-    print(text_table(evaluation))
-  print(f"report: {path}", flush=True)
+  if metrics.is_writer():
+    if evaluation:
+      print(text_table(evaluation))
+    print(f"report: {path}", flush=True)
   return run.finish("report", {"path": str(path)})
 
 

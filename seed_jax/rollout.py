@@ -7,16 +7,18 @@ task, member, turn, token) alone, never on slots or on the order in which enviro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from envs.pool import Pool, Result
 from envs.protocol import Benchmark, Task
+from seed_jax import hosts
 from seed_jax.engine import Engine, Request
 from seed_jax.skills import insert_skill
 from seed_jax.text import Tokenizer, truncate_prompt
-from seed_jax.trajectory import Trajectory, Turn
+from seed_jax.trajectory import Trajectory, Turn, from_json, to_json
 
 ACT, ANALYZE = 0, 1  # purposes, the last coordinate of a sampling key
 
@@ -111,6 +113,17 @@ class Finished:
   trajectories: dict[int, Trajectory] = dataclasses.field(default_factory=dict)
   read: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens sampled for the analysis, where it is there
 
+  @contextlib.contextmanager
+  def part(self, places: range) -> Iterator[Finished]:
+    """Those of a range of places, counted from its start. What is added to them is here when the context ends."""
+    ours = (self.trajectories, self.read)
+    part = Finished(*({place - places.start: d[place] for place in places if place in d} for d in ours))
+    try:
+      yield part
+    finally:
+      for mine, theirs in zip(ours, (part.trajectories, part.read), strict=True):
+        mine.update({places.start + place: value for place, value in theirs.items()})
+
 
 def play(
   engine: Engine,
@@ -144,6 +157,19 @@ def play(
   """
   options = (iteration, reading, temperature, answer_after, on_episode, on_idle, between, finished or Finished())
   return _Player(engine, pool, prompter, episodes, *options).play()
+
+
+def of_all_hosts(mine: list[Trajectory]) -> list[Trajectory]:
+  """The episodes of all hosts, each of which gives those of its share, in the order of the list that was shared.
+
+  Every host has all of them afterwards, so that advantages, filters, packing and mini-batches are those of one process.
+  That is little: an iteration of 128 ALFWorld episodes is some 10 MB of compressed text and ids.
+  """
+  if not hosts.several():
+    return mine
+  found = hosts.exchange("the end of its episodes", "\n".join(map(to_json, mine)).encode())
+  others = [mine if host == hosts.index() else map(from_json, text.splitlines()) for host, text in enumerate(found)]
+  return [trajectory for part in others for trajectory in part]
 
 
 class _Player:

@@ -15,14 +15,24 @@ from ml_collections import ConfigDict
 import envs
 from envs.pool import Pool
 from envs.protocol import Task
-from seed_jax import decode, library, methods, sharding, skills, text
+from seed_jax import actors, decode, hosts, library, methods, sharding, skills, text
 from seed_jax.batching import RowShape
 from seed_jax.engine import Engine
 from seed_jax.metrics import read_json, write_json
 from seed_jax.models import hf, presets
 from seed_jax.models.config import ModelConfig
 from seed_jax.optimizer import OptimizerConfig, make_optimizer
-from seed_jax.rollout import Episode, Prompter, Reading, Setting, analyze_episodes, play, task_number
+from seed_jax.rollout import (
+  Episode,
+  Finished,
+  Prompter,
+  Reading,
+  Setting,
+  analyze_episodes,
+  of_all_hosts,
+  play,
+  task_number,
+)
 from seed_jax.trajectory import MODES, Trajectory
 from seed_jax.workdir import (  # noqa: F401  (re-exported)
   EXTRA_STAGES,
@@ -44,6 +54,8 @@ class Run(Workdir):
   def __init__(self, config: ConfigDict, workdir: epath.PathLike, **options):
     super().__init__(config, workdir, **options)
     self.mesh = sharding.make_mesh(**self.config.mesh)
+    self.actor_mesh = actors.actor_mesh(self.mesh, self.config.get("actor_mesh"))
+    actors.connect(self.mesh)
 
   def check(self) -> None:
     """Raises ConfigError or ValueError, before anything is written, for what would fail only stages later."""
@@ -71,6 +83,11 @@ class Run(Workdir):
     library.rendering(c.library.render)
     if c.library.path:
       library.load(c.library.path)
+    if hosts.several() and c.train.async_level:
+      raise ConfigError(
+        f"config.train.async_level={c.train.async_level} works on one host only: the update would run between the "
+        f"rollouts of {hosts.count()} hosts, which go their own pace; use async_level=0"
+      )
     if c.train.max_generations < 1:
       raise ConfigError(f"config.train.max_generations={c.train.max_generations} must be 1 or more")
     self._check_checkpoint(c.checkpoint, c.train.panel)
@@ -119,7 +136,7 @@ class Run(Workdir):
 
   def save_policy(self, name: str, config: ModelConfig, params) -> None:
     """Writes a policy's folder, whole or not at all; what killed processes left beside it goes."""
-    if jax.process_index() == 0 and "://" not in str(self.workdir) and (self.workdir / "policy").exists():
+    if hosts.index() == 0 and "://" not in str(self.workdir) and (self.workdir / "policy").exists():
       for item in (self.workdir / "policy").iterdir():
         if item.name.startswith((f".{name}.new-", f".{name}.old-")):
           item.rmtree()
@@ -145,20 +162,24 @@ class Run(Workdir):
     return Prompter(self.benchmark, self.tokenizer, self.setting())
 
   def pool(self, num_episodes: int) -> Pool:
-    """Environments for so many episodes: at most config.rollout.environments at a time (0: as many as slots)."""
+    """Environments for this host's share of so many episodes: at most config.rollout.environments at a time (0: as many
+    as slots).
+    """
     r = self.config.rollout
-    count = min(r.environments or r.slots, num_episodes)
+    count = hosts.largest_share(min(r.environments or r.slots, num_episodes))
     return Pool(
       self.benchmark, count, min(r.workers, count), step_timeout=r.step_timeout, reset_timeout=r.reset_timeout
     )
 
   def engine(self, model: ModelConfig, *, temperature: float, seed: int) -> Engine:
-    """An engine that acts, with at most config.rollout.max_response tokens a turn, and writes analyses."""
+    """An engine of this host that acts, with at most config.rollout.max_response tokens a turn, and writes analyses.
+    Its `set_params` takes the learner's parameters; all hosts call that at the same time.
+    """
     r, a = self.config.rollout, self.config.analysis
     return Engine(
       model,
-      self.mesh,
-      num_slots=r.slots,
+      self.actor_mesh,
+      num_slots=hosts.largest_share(r.slots),
       capacity=max(r.capacity, a.max_prompt + a.max_response),
       max_new=r.max_response,
       sampling=decode.Sampling(temperature, r.top_k, r.top_p),
@@ -171,12 +192,20 @@ class Run(Workdir):
       refill=r.refill,
       share_prefix=r.share_prefix,
       capacity_buckets=tuple(r.capacity_buckets),
+      place=actors.to_actor(self.mesh, self.actor_mesh, model.dtype),
     )
 
   def play(self, engine: Engine, pool: Pool, episodes: Sequence[Episode], **options) -> list[Trajectory]:
-    """`rollout.play` as the config says. Raises Preempted where the run was asked to stop."""
+    """`rollout.play` as the config says. Of several hosts each plays its share, and every one gets all episodes. Raises
+    Preempted, on all hosts, where the run was asked to stop.
+
+    finished: of all `episodes`, also of those that are another host's share.
+    """
     options = dict(answer_after=self.config.rollout.answer_after, between=self.notice.check) | options
-    return play(engine, pool, self.prompter, episodes, **options)
+    mine = hosts.share(range(len(episodes)))
+    with options.pop("finished", Finished()).part(mine) as finished, self.notice.apart():
+      played = play(engine, pool, self.prompter, hosts.share(episodes), finished=finished, **options)
+    return of_all_hosts(played)
 
   def reading(self) -> Reading:
     """How the policy analyses its episodes: greedily, as the config says."""
@@ -213,7 +242,12 @@ class Run(Workdir):
     skill.
     """
     readable = _readable(trajectories)
-    analyze_episodes(engine, self.tokenizer, readable, self.reading(), iteration=iteration, between=self.notice.check)
+    mine = hosts.share(readable)
+    with self.notice.apart():
+      analyze_episodes(engine, self.tokenizer, mine, self.reading(), iteration=iteration, between=self.notice.check)
+    analyses = [each for part in hosts.gather("analyses", [t.analysis for t in mine]) for each in part]
+    for trajectory, analysis in zip(readable, analyses, strict=True):
+      trajectory.analysis = analysis
     return self.parse(readable)
 
   def parse(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

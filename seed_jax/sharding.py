@@ -160,18 +160,34 @@ def gathered(spec_: P) -> P:
 def put_params(params, mesh: Mesh):
   """Parameters (numpy or jax) on the mesh under their stored specs."""
   check_divisible(params, mesh)
-  return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, param_specs(params, mesh))
+  return jax.tree.map(lambda x, s: put(x, NamedSharding(mesh, s)), params, param_specs(params, mesh))
+
+
+def put(tree, place: NamedSharding):
+  """Arrays under one sharding. Where it spans several hosts each of them calls this with the same values, and no byte
+  travels: a host reads its own parts of them.
+  """
+  if place.is_fully_addressable:
+    return jax.device_put(tree, place)  # one call for all arrays
+
+  def one(x):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      return jax.device_put(x, place)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
+
+  return jax.tree.map(one, tree)
 
 
 def put_rows(tree, mesh: Mesh, axis: int = 0):
   """Host arrays on the mesh, dimension `axis` (rows) over the data axes, everything else whole."""
   lead = P(*([None] * axis), *ROWS)
-  return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(mesh, lead))  # one call for all arrays
+  return put(jax.tree.map(np.asarray, tree), NamedSharding(mesh, lead))
 
 
 def put_replicated(tree, mesh: Mesh):
   """Host arrays on every device of the mesh."""
-  return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
+  return jax.tree.map(lambda x: put(x, NamedSharding(mesh, P())), tree)
 
 
 def num_row_shards(mesh: Mesh) -> int:

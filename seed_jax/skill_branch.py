@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from etils import epath
 
-from seed_jax import library, retrieval, skill_log, skill_quality, skill_sources
+from seed_jax import hosts, library, retrieval, skill_log, skill_quality, skill_sources
 from seed_jax.annotate import make_analyzer
 from seed_jax.engine import Engine
 from seed_jax.library_stage import FILE as LIBRARY
 from seed_jax.library_stage import run_library
 from seed_jax.methods import Method
+from seed_jax.metrics import is_writer
 from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import Trajectory
 
@@ -69,7 +70,7 @@ class SkillBranch:
       self._words = skill_sources.vocabulary(run.tokenizer) if name == "random_text" else ()
       text = library_text(run) if name == "library" else None
       self._retrieve = None if text is None else lambda task, family, *, fits=None: text(task, family)
-    if self._keep:
+    if self._keep and is_writer():  # what was seen is a metric, and process 0 writes those
       skill_log.drop_after(run.workdir / SKILLS, resume)
       self._seen.add(row["skill"] for row in skill_log.read(run.workdir / SKILLS))
 
@@ -91,7 +92,8 @@ class SkillBranch:
       return found
     if self._analyzer is not None:
       readable = [t for t in trajectories if t.turns and not t.error]
-      for t, text in zip(readable, self._analyzer.analyze(readable), strict=True):
+      texts = hosts.from_first("the analyses", lambda: self._analyzer.analyze(readable))
+      for t, text in zip(readable, texts, strict=True):
         t.analysis = text or ""
     return self.run.parse(trajectories)
 
@@ -132,6 +134,8 @@ def _library_path(run: Run) -> epath.Path:
   if run.config.library.path:
     return epath.Path(run.config.library.path)
   path = run.workdir / LIBRARY
-  if not path.exists():
-    run_library(run)
+  if hosts.from_first("the skill library", path.exists):
+    return path
+  run_library(run)
+  hosts.meet("the skill library that was built")
   return path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from seed_jax import batching, optimizer, preemption, update
+from seed_jax import batching, hosts, optimizer, preemption, update
 from seed_jax.batching import Sample
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.metrics import progress, say
@@ -87,8 +87,7 @@ def evaluate_loss(run: Run, model: ModelConfig, params, samples: Sequence[Sample
   total = count = 0.0
   with jax.set_mesh(run.mesh):
     for batch in batching.to_batches(samples, shapes, run.mesh, skills=False):
-      logprobs = np.asarray(score(params, batch.ordinary, batch.targets, batch.count, model))
-      mask = np.asarray(batch.mask)
+      logprobs, mask = hosts.fetch((score(params, batch.ordinary, batch.targets, batch.count, model), batch.mask))
       total, count = total - float((logprobs * mask).sum()), count + float(mask.sum())
   return total / max(count, 1.0)
 

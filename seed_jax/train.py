@@ -6,13 +6,14 @@ Shapes: Q tasks of an iteration, N episodes of a task, B rows, R response tokens
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, credit, instruments, learn, methods, optimizer, preemption, relatives, update
+from seed_jax import batching, credit, hosts, instruments, learn, methods, optimizer, preemption, relatives, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.credit import kept_groups
 from seed_jax.curve import Curve, metric_of
@@ -20,6 +21,7 @@ from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progr
 from seed_jax.profiling import Profiler, timed_play
 from seed_jax.regrade import Regrade
 from seed_jax.replay_buffer import Replay
+from seed_jax.requests import Stats
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
@@ -318,14 +320,15 @@ def copied(params):
 def warm_up(programs, run: Run) -> None:
   """Compiles every program of an iteration before the first one, so that none of them is a surprise later."""
   with jax.set_mesh(run.mesh), progress(total=len(programs), desc="compile", unit="program", plain=run.plain) as bar:
-    for _, compile_it in programs:
-      run.notice.meet()
+    for name, compile_it in programs:
+      run.notice.meet(f"the program {name!r}")
       compile_it()
       bar.update(1)
 
 
 def engine_metrics(stats) -> dict[str, float]:
-  """What an iteration asked of the engine."""
+  """What an iteration asked of the engines of all hosts."""
+  stats = Stats(**hosts.totals("the counters of the engines", dataclasses.asdict(stats)))
   return {
     "tokens_sampled": stats.tokens_sampled,
     "tokens_prefilled": stats.tokens_prefilled,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from seed_jax import records
+from seed_jax import hosts, records
 
 MODES = ("window", "transcript")
 
@@ -223,7 +223,11 @@ _SCHEMA = (
 
 
 def save_trajectories(directory: str | os.PathLike, trajectories: Sequence[Trajectory]) -> None:
-  """Writes a TFDS dataset (ArrayRecord, split `train`), order kept, in place of what was there; all or nothing."""
+  """Writes a TFDS dataset (ArrayRecord, split `train`), order kept, in place of what was there; all or nothing. Process
+  0 only.
+  """
+  if hosts.index():
+    return
   records.write_dataset(directory, _SCHEMA, map(_record, trajectories))
 
 

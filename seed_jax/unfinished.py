@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from envs.pool import Pool
-from seed_jax import trajectory
+from seed_jax import hosts, trajectory
 from seed_jax.checkpoint import array_sums
 from seed_jax.engine import Engine
 from seed_jax.metrics import is_writer, say
@@ -73,7 +73,7 @@ class Unfinished:
         if not t.error:
           row = {"round": number, "policy": policy, "read": finished.read.get(place)}
           lines.append(json.dumps(row | {"trajectory": trajectory.to_json(t)}) + "\n")
-    return {f"episodes-{jax.process_index()}.jsonl": "".join(lines).encode()}
+    return {f"episodes-{hosts.index()}.jsonl": "".join(lines).encode()}
 
 
 class Plays:

@@ -10,7 +10,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from seed_jax import methods
+from seed_jax import hosts, methods
 from seed_jax.metrics import read_json, write_json
 from seed_jax.preemption import Notice
 
@@ -54,9 +54,13 @@ class Workdir:
     self.check()
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
+    if hosts.index() and not path.exists():  # process 0 has written it
+      raise ConfigError(f"{self.workdir} is not the same folder on all hosts; name one that all of them see (gs://...)")
     theirs = read_json(path) if path.exists() else {}
     differences = _differences(ours | FREE, theirs | FREE) if theirs else []
-    if differences and {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json"}:
+    if differences and (
+      hosts.index() or {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json"}
+    ):
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
     if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one
@@ -112,8 +116,9 @@ class Workdir:
     return read_json(self.workdir / f"{stage}.json", None)
 
   def finish(self, stage: str, values: dict) -> dict:
-    """Marks a stage as done: DIR/<stage>.json."""
+    """Marks a stage as done: DIR/<stage>.json. Returns when all hosts have done it, so that they see its files."""
     write_json(self.workdir / f"{stage}.json", values)
+    hosts.meet(f"the end of stage {stage}")
     return values
 
   def policy_path(self, name: str) -> epath.Path:
@@ -152,7 +157,7 @@ class Workdir:
     for stage in START_STAGES:
       found = read_json(other / f"{stage}.json", None)
       if found is not None and self.done(stage) is None:
-        self.finish(stage, found | {"start": str(other)})
+        write_json(self.workdir / f"{stage}.json", found | {"start": str(other)})
 
 
 def resolve_model(path: str) -> str:

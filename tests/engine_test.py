@@ -282,6 +282,22 @@ def test_a_prompt_takes_over_the_prefix_that_another_slot_has_read(params):
   same(after, fresh.turn([Request("a", [50], (2,), fresh=False)])[0])
 
 
+def test_a_prefix_that_is_promised_to_a_slot_is_taken_from_where_it_lies(params):
+  """Two requests in one call: the first slot is to copy the prefix of the last one, and has nothing itself yet."""
+  made = engine(params, smallest=4, share_prefix=4)
+  prompt = list(range(3, 15))
+  made.turn([*(Request(name, [50], (0,)) for name in "abc"), Request("holds it", prompt, (1,))])
+  for name in "abc":
+    made.release(name)
+  asked = {name: Request(name, [*prompt, name], (name,)) for name in (20, 21)}
+  for request in asked.values():
+    made.submit(request)
+  done = dict(drain(made))
+  assert made.stats.tokens_reused == 2 * len(prompt)
+  for name, request in asked.items():
+    same(done[name], alone(params, request.tokens, request.coordinates))
+
+
 def test_the_next_window_of_an_episode_begins_in_its_own_slot(params):
   made = engine(params, num_slots=2, share_prefix=4)
   for turn in range(3):

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the ground up to the programs: a module imports modules of EARLIER lines only. A new module gets its line here.
 ORDER = """
   ground: advantages token_losses step_advantages replay relatives sequences loss_terms losses method methods
-  ground: sharding ops flash_decode attention
+  ground: liveness hosts sharding actors ops flash_decode attention
   models: models.config models.presets models.decoder models.vision models.hf_names models.gguf_file
   models: models.hf_files models.hf_shards models.hf
   models: topologies roofline

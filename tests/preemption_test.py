@@ -171,10 +171,11 @@ def test_what_is_to_be_kept_is_kept_only_where_the_run_is_asked_to_stop():
 PROCESS = """
 import os, signal, sys, time
 import jax, numpy as np
-from seed_jax import preemption
+from seed_jax import hosts, preemption
 from seed_jax.checkpoint import Checkpoints
 address, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(address, 2, number, initialization_timeout=120)
+job = dict(SEED_JAX_COORDINATOR=address, SEED_JAX_NUM_PROCESSES="2", SEED_JAX_PROCESS_ID=str(number))
+hosts.start(job)
 sharding = jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data"))
 value = np.arange(32, dtype=np.float32)
 state = {"x": jax.make_array_from_callback((32,), sharding, lambda index: value[index])}
