@@ -18,7 +18,7 @@ GIB = 2**30
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 LINE = re.compile(r"= (?P<shape>.*?) (?P<op>" + "|".join(OPS) + r")(?:-start)?\(")
-FORMAT = "1"  # of a stamp; another one where this file reads a compiler's answer differently
+FORMAT = "2"  # of a stamp; another one where this file reads a compiler's answer differently
 CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 
 
@@ -92,9 +92,10 @@ def memory_needed(message: str) -> int:
 def collectives(text: str, *, layers: int = 1, loops: int = 0) -> tuple[dict[str, int], float]:
   """Of optimised HLO: how many of each collective run, and the bytes that a chip receives by them.
 
-  Copies of one operation (its start and its end lie in fusions of their own) share a channel and count once.
+  Copies of one operation, its start and its end in fusions of their own, share a channel and count once. Elsewhere a
+  channel says nothing: all collectives of a `shard_map` have the same.
   """
-  depth = _depths(text)
+  depth, fused = _depths(text), set(re.findall(r" fusion\(.*calls=%([\w.\-]+)", text))
   counts: dict[str, int] = {}
   received, seen = 0.0, set()
   for where, line in _lines(text):
@@ -103,8 +104,9 @@ def collectives(text: str, *, layers: int = 1, loops: int = 0) -> tuple[dict[str
       continue
     op = found["op"]
     channel = re.search(r"channel_id=(\d+)", line)
-    name = (op, channel[1] if channel else line, found["shape"].partition("{")[0])
-    if name in seen:
+    summed = re.search(r"to_apply=%([\w.\-]+)", line)
+    name = (op, channel and channel[1], found["shape"].partition("{")[0], summed and summed[1])
+    if where in fused and name in seen:
       continue
     seen.add(name)
     times = layers if depth.get(where, 0) > loops else 1

@@ -45,21 +45,22 @@ HloModule jit_step
 ENTRY %main (p: f32[8,32]) -> f32[8,32] {
   %w = (s32[], f32[8,32]) while(%p), condition=%end, body=%micro
   %d = f32[8,8]{1,0} collective-permute(%p), channel_id=3, source_target_pairs={{0,1}}
+  %e = f32[8,8]{1,0} collective-permute(%d), channel_id=3, source_target_pairs={{0,1}}
 }
 """
 
 
 def test_collectives_are_counted_as_often_as_they_run():
   counts, received = collectives(OPTIMISED, layers=10, loops=1)
-  assert counts == {"all-gather": 10, "reduce-scatter": 10, "all-reduce": 1, "collective-permute": 1}
+  assert counts == {"all-gather": 10, "reduce-scatter": 10, "all-reduce": 1, "collective-permute": 2}
   # of four chips each receives 3/4 of what is gathered or scattered, twice that of what is summed
-  gathered, scattered, summed, sent = 32 * 32 * 2 * 0.75, 16 * 64 * 2 * 0.75, 2 * 44 * 0.75, 8 * 8 * 4
+  gathered, scattered, summed, sent = 32 * 32 * 2 * 0.75, 16 * 64 * 2 * 0.75, 2 * 44 * 0.75, 2 * 8 * 8 * 4
   assert received == 10 * (gathered + scattered) + summed + sent
 
 
 def test_outside_of_a_loop_nothing_is_multiplied():
   counts, _ = collectives(OPTIMISED, layers=10, loops=0)
-  assert counts["all-reduce"] == 10 and counts["collective-permute"] == 1
+  assert counts["all-reduce"] == 10 and counts["collective-permute"] == 2
 
 
 @pytest.mark.parametrize(
