@@ -195,7 +195,7 @@ def lower_reshard(plan: Plan) -> jax.stages.Lowered:
   grid = mesh.devices.reshape(plan.slice.hosts, copies, 1, plan.actor_tp)
   by_host = Mesh(grid, ("host", *sharding.AXES))
   params = abstract_params(plan, mesh, jnp.float32)
-  out = jax.tree.map(lambda s: NamedSharding(by_host, sharding.gathered(s)), sharding.param_specs(params, mesh))
+  out = jax.tree.map(lambda s: NamedSharding(by_host, sharding.gathered(s)), sharding.param_specs(params, by_host))
   cast = lambda p: jax.tree.map(lambda x: x.astype(plan.model.dtype), p)  # noqa: E731
   return jax.jit(cast, out_shardings=out).lower(params)
 
