@@ -220,15 +220,19 @@ class Update:
 
   def compile(self, state: TrainState, batch: Batch) -> None:
     """Compiles all that an update with batches like this one calls, and runs nothing: the state stays as it is."""
-    _, metrics = self._zeros(state.params, batch, total_counts([batch]))
+    denominators = total_counts([batch])
+    grads, metrics = self._zeros(state.params, batch, denominators)
     self._no_metrics(metrics)
-    for lowered in self.lower(state, batch).values():
-      lowered.compile()
+    for lowered in self._lower(state, batch, denominators, grads, metrics).values():
+      lowered.compile()  # found again only by arrays that lie where these do: shapes would not do
 
   def lower(self, state: TrainState, batch: Batch) -> dict[str, jax.stages.Lowered]:
     """The two large programs of an update, by name, not compiled; shapes will do for state and batch."""
     denominators = jax.eval_shape(lambda batch: total_counts([batch]), batch)
     grads, metrics = jax.eval_shape(self._zeros, state.params, batch, denominators)
+    return self._lower(state, batch, denominators, grads, metrics)
+
+  def _lower(self, state, batch, denominators, grads, metrics):
     return {
       "gradients": self._accumulate.lower(state.params, grads, metrics, batch, denominators),
       "optimizer": self._apply.lower(state, grads, metrics),
