@@ -228,7 +228,14 @@ def array_sums(state: Any) -> list[jax.Array]:
   2^32, index counted through the array. It does not depend on how the array is sharded, and any single element that
   changed, or two that changed places, change it.
   """
-  return _array_sums([x for x in jax.tree.leaves(state) if hasattr(x, "dtype")])
+  arrays = [x for x in jax.tree.leaves(state) if hasattr(x, "dtype")]
+  together: dict[tuple, list[int]] = {}  # one program for the arrays that lie on the same devices
+  for place, x in enumerate(arrays):
+    together.setdefault(tuple(sorted(d.id for d in x.devices())) if isinstance(x, jax.Array) else (), []).append(place)
+  sums = {}
+  for places in together.values():
+    sums |= zip(places, _array_sums([arrays[place] for place in places]), strict=True)
+  return [sums[place] for place in range(len(arrays))]
 
 
 @jax.jit

@@ -247,8 +247,6 @@ class Engine:
       if soon >= ready + max(self.share_prefix, 1):
         self._queue.append(request)
         continue
-      while ready and self._copies(source):  # what it will hold is still where it takes it from
-        source = self._filling[source].source
       slot = source if ready and source in free else self.table.oldest(free, source if ready else None)
       free.remove(slot)
       self.table.begin(slot, request.tokens[:ready], source=source if ready else slot)
@@ -258,10 +256,6 @@ class Engine:
       self._enter(slot, request, list(request.tokens[ready:]), source=source if ready else slot)
       if ready and source in free:
         free.remove(source)  # until it has been copied
-
-  def _copies(self, slot) -> bool:
-    """Whether the slot's prefix is promised to it, but not copied yet."""
-    return slot in self._filling and self._filling[slot].source != slot
 
   def _enter(self, slot, request, feed, source):
     self.table.plan(slot, feed)

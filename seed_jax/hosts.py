@@ -270,7 +270,7 @@ def leave(code: int, message: str = "") -> None:
   """Ends this process of several at once, without the meeting at the end; the others are told the `message`."""
   if _job is None:
     return
-  _job.watch.leaving = True
+  _job.watch.leaving = _job.watch.said = True
   if message:
     _job.watch.fail(message)
   if not _job.index:

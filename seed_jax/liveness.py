@@ -29,8 +29,9 @@ _handlers: list = []  # C calls them, and ctypes does not keep them
 class Watch:
   """Looks after the processes of a job in a thread of its own.
 
-  lost: why the job has to end, "" as long as it goes on. The main thread says it where it can (`leaving`); where it
-  hangs in a program of all hosts, which the missing one will never join, the thread says it and ends the process.
+  lost: why the job has to end, "" as long as it goes on. The main thread says it where it can (`leaving`, and `said`
+  when it has); where it hangs in a program of all hosts, which the missing one will never join, the thread says it and
+  ends the process.
   """
 
   def __init__(self, client: Any, index: int, count: int, lost_after: float):
@@ -38,7 +39,7 @@ class Watch:
     global _current
     self.client, self.index, self.count, self.lost_after = client, index, count, lost_after
     self.names = [""] * count  # host names, as far as they are known
-    self.lost, self.leaving = "", False
+    self.lost, self.leaving, self.said = "", False, False
     self._over, self._busy = threading.Event(), False
     _current = self
     _on_abort()
@@ -148,7 +149,7 @@ def _on_abort() -> None:
 def _process_0_is_gone(*_) -> None:
   if _current is None:
     os._exit(128 + signal.SIGABRT)
-  if _current.leaving:
+  if _current.said:
     os._exit(EXIT_LOST)
   _end(_current.lost or f"{_current.name(0)}, through which the hosts meet, is gone; {AGAIN}")
 

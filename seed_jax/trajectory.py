@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from seed_jax import hosts, records
+from seed_jax import records
+from seed_jax.progress import is_writer
 
 MODES = ("window", "transcript")
 
@@ -226,7 +227,7 @@ def save_trajectories(directory: str | os.PathLike, trajectories: Sequence[Traje
   """Writes a TFDS dataset (ArrayRecord, split `train`), order kept, in place of what was there; all or nothing. Process
   0 only.
   """
-  if hosts.index():
+  if not is_writer():
     return
   records.write_dataset(directory, _SCHEMA, map(_record, trajectories))
 
