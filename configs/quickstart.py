@@ -37,7 +37,9 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.method = method
   c.start = ""  # work directory of a run whose SFT checkpoint this one shall start from
   c.mesh = ConfigDict(dict(data=1, fsdp=1, tp=1))
-  c.actor_mesh = ConfigDict(dict(data=0, fsdp=1, tp=0))  # of each host, for the engine; 0: the learner's mesh
+  c.actor_mesh = ConfigDict(
+    dict(data=0, fsdp=1, tp=0)
+  )  # of each host, for the engine; 0: as the learner's, or what fits a host
   c.benchmark = ConfigDict(dict(name="household", options=ConfigDict()))
 
   c.model = ConfigDict()

@@ -9,7 +9,6 @@ SEED_JAX_TRACEBACK=1) shows where it was raised.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -56,9 +55,6 @@ def cli(argv: list[str]) -> int:
   except (KeyboardInterrupt, Exception) as error:
     if isinstance(error, preemption.Preempted):
       print(f"preempted ({error}): nothing is lost; {AGAIN}", file=sys.stderr, flush=True)
-      if "seed_jax.hosts" in sys.modules:
-        with contextlib.suppress(Exception):  # a host that is gone by now has nothing left to say
-          sys.modules["seed_jax.hosts"].finish()
       return preemption.EXIT_CODE
     if show:
       traceback.print_exc()
@@ -81,7 +77,8 @@ def work(values: flags.FlagValues) -> None:
   if hosts.several() and "compare" in stages:
     raise UsageError("the stage compare runs on one host; start each of its arms as a run of its own")
   run_module.set_up_jax(cache_folder())
-  with preemption.watch(preemption.Notice()) as notice:
+  # signals are caught until all hosts have come to the end, of a run that was asked to stop too
+  with preemption.watch(preemption.Notice()) as notice, preemption.on_preempted(hosts.finish):
     options = dict(plain=values.plain, resume_from=values.resume_from, notice=notice)
     if "preflight" in stages:  # for chips that are not here: no mesh, and no stage that needs one
       if stages != ["preflight"] or not values.topology:
@@ -97,7 +94,7 @@ def work(values: flags.FlagValues) -> None:
     for stage in left:
       notice.meet()
       stage_function(stage)(run)
-  hosts.finish()
+    hosts.finish()
 
 
 def stage_function(stage: str):
@@ -122,7 +119,9 @@ def parse(argv: list[str]) -> flags.FlagValues:
   values = flags.FlagValues()
   define = dict(flag_values=values, module_name=__name__)
   flags.DEFINE_string("workdir", None, "where everything of this run lies; may be gs://", **define)
-  flags.DEFINE_list("stages", [], "the stages to run, in this order; default: all but compare", **define)
+  flags.DEFINE_list(
+    "stages", [], "the stages to run, in this order; default: all but library, compare and preflight", **define
+  )
   flags.DEFINE_bool("plain", None, "progress as lines instead of bars", **define)
   flags.DEFINE_bool("list", False, "print the stages and methods, and what is done in --workdir, and stop", **define)
   flags.DEFINE_integer("resume_from", None, "go back to this checkpoint of the stage under way", **define)
@@ -260,9 +259,7 @@ def describe(error: BaseException) -> str:
   if isinstance(error, KeyboardInterrupt):
     return f"interrupted; {AGAIN}"
   if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
-    return (
-      f"out of memory; lower config.train.micro_tokens, config.rollout.slots or config.analysis.slots ({text[:200]})"
-    )
+    return f"out of memory; lower config.train.micro_tokens or config.rollout.slots ({text[:200]})"
   if isinstance(error, ImportError):
     asked = "" if "pip" in text or not getattr(error, "name", None) else f"; pip install {error.name.partition('.')[0]}"
     return f"a package is missing: {text}{asked}"

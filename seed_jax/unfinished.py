@@ -60,20 +60,31 @@ class Unfinished:
   def drop_before(self, number: int) -> None:
     """Rounds with smaller numbers are used up."""
     self._rounds = {n: entry for n, entry in self._rounds.items() if n >= number}
+    self._found = {key: entry for key, entry in self._found.items() if key[0] >= number}
 
   def count(self) -> int:
     """Episodes that `to_files` keeps."""
-    return sum(not t.error for _, finished in self._rounds.values() for t in finished.trajectories.values())
+    return len(self._kept())
 
   def to_files(self) -> dict[str, bytes]:
-    """This process's episodes, as one file by name."""
-    lines = []
-    for number, (policy, finished) in sorted(self._rounds.items()):
-      for place, t in sorted(finished.trajectories.items()):
-        if not t.error:
-          row = {"round": number, "policy": policy, "read": finished.read.get(place)}
-          lines.append(json.dumps(row | {"trajectory": trajectory.to_json(t)}) + "\n")
+    """The episodes of this process, as one file by name: also those that were read and that no `round` has asked for
+    yet, for a run may be stopped again before it does.
+    """
+    lines = [
+      json.dumps({"round": number, "policy": policy, "read": read, "trajectory": trajectory.to_json(t)}) + "\n"
+      for number, policy, t, read in self._kept()
+    ]
     return {f"episodes-{hosts.index()}.jsonl": "".join(lines).encode()}
+
+  def _kept(self) -> list[tuple[int, str, Trajectory, int | None]]:
+    """(round, policy, episode, tokens of its analysis) of all that is kept."""
+    waiting = [(number, policy, t, read) for (number, policy, *_), (t, read) in self._found.items()]
+    return waiting + [
+      (number, policy, t, finished.read.get(place))
+      for number, (policy, finished) in sorted(self._rounds.items())
+      for place, t in sorted(finished.trajectories.items())
+      if not t.error
+    ]
 
 
 class Plays:

@@ -42,8 +42,11 @@ def test_what_has_ended_is_found_again_by_round_policy_task_group_and_member():
     assert not found.round(5, episodes).trajectories and not found.round(6, episodes).trajectories
   two = {"episodes-0.jsonl": files["episodes-0.jsonl"][:0], "episodes-1.jsonl": files["episodes-0.jsonl"]}
   assert len(Unfinished(two).round(5, EPISODES, "other").trajectories) == 1  # of all processes
-  first.drop_before(5)
-  assert first.count() == 1
+  again = Unfinished(files)  # stopped once more before any of them was asked for
+  assert again.count() == 3 and sorted(Unfinished(again.to_files()).round(4, EPISODES).trajectories) == [0, 2]
+  for kept in (first, again):
+    kept.drop_before(5)
+    assert kept.count() == 1
   with pytest.raises(ValueError):
     Unfinished({"x": json.dumps({"round": 0, "policy": "", "read": None, "trajectory": "{}"}).encode()})
 
