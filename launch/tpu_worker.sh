@@ -166,7 +166,7 @@ stop() {
   done
   if running; then
     [ ! -s "$RUN/supervisor" ] || kill -KILL -- "-$(cat "$RUN/supervisor")" 2>/dev/null || true
-    echo 137 >"$RUN/exit_code"
+    if [ "${2:-}" = quiet ]; then echo 76; else echo 137; fi >"$RUN/exit_code" # quiet: it hung, for another worker is gone
     for _ in 1 2 3 4 5; do ! running || sleep 1; done
   fi
 }

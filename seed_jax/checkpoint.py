@@ -27,7 +27,9 @@ from etils import epath
 
 from seed_jax import hosts
 from seed_jax.metrics import plain_value, read_json, write_json
+from seed_jax.preemption import Preempted
 
+ALONE = 5.0  # seconds that a host which fails waits for a checkpoint: what the others do not write never ends
 SMALL = 1 << 20  # bytes up to which a file has a SHA-256 in the record
 
 
@@ -79,7 +81,7 @@ class Checkpoints:
     writer = ocp.StandardCheckpointer()
     writer.save(self.directory / str(step), state)
     note = plain_value({"record": record, "metric": metric})
-    self._thread = threading.Thread(target=self._complete, args=(writer, step, note, sums))
+    self._thread = threading.Thread(target=self._complete, args=(writer, step, note, sums), daemon=hosts.several())
     self._thread.start()
     self.newest = step
 
@@ -178,11 +180,14 @@ class Checkpoints:
     return self
 
   def __exit__(self, kind, *unused) -> None:
-    try:
-      self.finish()
-    except Exception:
-      if kind is None:  # else the first error is the one to tell
-        raise
+    if kind is None or issubclass(kind, Preempted) or not hosts.several():
+      try:
+        self.finish()
+      except Exception:
+        if kind is None:  # else the first error is the one to tell
+          raise
+    elif self._thread is not None:
+      self._thread.join(ALONE)
 
   def _describe(self, step: int, note: dict) -> None:
     """Writes the record: from here on the step counts."""

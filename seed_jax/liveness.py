@@ -108,6 +108,8 @@ class Watch:
     if not self.leaving:
       _end(self.lost)
     time.sleep(30)  # and has some time to tidy up
+    if not self.said:
+      _end(self.lost)
     os._exit(EXIT_LOST)
 
   def _beat(self, value) -> None:
