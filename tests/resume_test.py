@@ -52,7 +52,7 @@ KILLS = {  # what the run is doing when it dies: the module and function whose n
   "a row was written, and its checkpoint but for the record": (
     "seed_jax.checkpoint",
     "Checkpoints._describe",
-    2,
+    1,
     "before",
   ),
   "the final policy is there, its stage not marked": ("seed_jax.run", "Run.finish", 1, "before"),
