@@ -29,12 +29,17 @@ def plan_of(config, slice_: Slice) -> Plan:
       f"config.mesh {mesh.data}x{mesh.fsdp}x{mesh.tp} (data, fsdp, tp) has {chips} chips and {slice_.name} has "
       f"{slice_.chips}: choose the config's argument or config.mesh for this slice"
     )
-  actor_tp = actors.tp or mesh.tp
+  actor_tp = actors.tp or math.gcd(mesh.tp, slice_.host_chips)  # as actors.actor_mesh has it
   if actors.fsdp != 1 or slice_.host_chips % actor_tp:
     raise ConfigError(
       f"config.actor_mesh (fsdp={actors.fsdp}, tp={actor_tp}) does not lie within a host of {slice_.host_chips} chips"
     )
   copies = slice_.host_chips // actor_tp
+  if actors.data not in (0, copies):
+    raise ConfigError(
+      f"config.actor_mesh: data={actors.data}, tp={actor_tp} is not a mesh of the {slice_.host_chips} chips of a host; "
+      f"choose data={copies}"
+    )
   shape = longest_rows(c)
   return Plan(
     model=preset_model(c),

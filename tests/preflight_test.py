@@ -124,6 +124,11 @@ def test_a_mesh_of_another_size_than_the_slice_is_refused_with_the_numbers():
     ConfigError, match=re.escape("config.mesh 1x16x1 (data, fsdp, tp) has 16 chips and v5e:4x8 has 32")
   ):
     preflight_plans.plan_of(c, topologies.parse("v5e:4x8"))
+  c.actor_mesh.update(dict(data=2, tp=4))  # the run would refuse it, on a slice that is paid for
+  with pytest.raises(
+    ConfigError, match=re.escape("data=2, tp=4 is not a mesh of the 4 chips of a host; choose data=1")
+  ):
+    preflight_plans.plan_of(c, topologies.parse("v5e:4x4"))
   c.actor_mesh.tp = 8
   with pytest.raises(ConfigError, match=re.escape("(fsdp=1, tp=8) does not lie within a host of 4 chips")):
     preflight_plans.plan_of(c, topologies.parse("v5e:4x4"))
