@@ -15,13 +15,14 @@ import hashlib
 import json
 import logging
 import os
-import pathlib
 import random
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+from etils import epath
 
 from seed_jax import skills
 
@@ -144,7 +145,7 @@ class ExternalAnalyzer:
     self.url = base_url.rstrip("/") + "/chat/completions"
     self.body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(parameters or {})}
     self.api_key_env, self.template, self.fits, self.prompt_version = api_key_env, template, fits, prompt_version
-    self.cache_dir = pathlib.Path(cache_dir) if cache_dir is not None else None
+    self.cache_dir = epath.Path(cache_dir) if cache_dir is not None else None  # may be gs://
     self.min_words, self.timeout, self.max_attempts = min_words, timeout, max_attempts
     self.backoff, self.max_backoff, self.max_retry_after = backoff, max_backoff, max_retry_after
     self.concurrency, self.give_up_after, self.seed, self.progress = concurrency, give_up_after, seed, progress
@@ -287,7 +288,7 @@ class ExternalAnalyzer:
     if self.cache_dir is None:
       return None
     try:
-      entry = json.loads((self.cache_dir / key[:2] / f"{key}.json").read_text("utf-8"))
+      entry = json.loads((self.cache_dir / key[:2] / f"{key}.json").read_text())
       return entry if isinstance(entry["content"], str) and isinstance(entry["cut"], bool) else None
     except (OSError, ValueError, KeyError, TypeError):
       return None  # absent or damaged: ask again and write it anew
@@ -297,8 +298,12 @@ class ExternalAnalyzer:
       return
     path = self.cache_dir / key[:2] / f"{key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{key}.{os.getpid()}")
-    beside.write_text(json.dumps({"model": self.body["model"], "content": reply.content, "cut": reply.cut}), "utf-8")
+    text = json.dumps({"model": self.body["model"], "content": reply.content, "cut": reply.cut})
+    if "://" in str(path):  # an object appears as a whole
+      path.write_text(text)
+      return
+    beside = path.parent / f".{key}.{os.getpid()}"
+    beside.write_text(text)
     os.replace(beside, path)
 
   # ---- what may be shown

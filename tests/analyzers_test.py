@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import fake_store
 import pytest
 
 from seed_jax import analyzers, skills
@@ -386,6 +387,15 @@ def test_cache_answers_without_requests(serve, tmp_path):
   assert analyzer.analyze(episodes) == [ANSWER] * 3
   assert (analyzer.counters.requests, analyzer.counters.cache_hits) == (0, 3)
   assert not list(tmp_path.rglob(".*")), "nothing half written is left"
+
+
+def test_a_cache_in_object_storage_is_there_for_the_next_machine(serve, tmp_path, monkeypatch):
+  bucket = fake_store.install(tmp_path, monkeypatch)
+  endpoint = serve(lambda number, body: (200, {}, chat(ANSWER)))
+  assert external(endpoint, cache_dir="gs://bucket/run/analyzer_cache").analyze([Episode(0)]) == [ANSWER]
+  assert len(list((bucket / "run" / "analyzer_cache").rglob("*.json"))) == 1
+  analyzer = external("http://127.0.0.1:9/v1", cache_dir="gs://bucket/run/analyzer_cache")
+  assert analyzer.analyze([Episode(0)]) == [ANSWER] and analyzer.counters.cache_hits == 1
 
 
 @pytest.mark.parametrize(
