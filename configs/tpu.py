@@ -20,9 +20,10 @@ import math
 
 from ml_collections import ConfigDict
 
+from seed_jax import topologies
 from seed_jax.models import presets
 
-GIB = 2**30
+GIB = topologies.GIB
 SPARE = 0.07  # of a chip's memory, what the estimate leaves free
 MAX_ROW_SHARDS = 64  # 256 samples x 600 tokens / 2,560 tokens of a row = 60 rows of a mini-batch
 
@@ -35,15 +36,10 @@ class Chip:
   slices: tuple[str, ...]
 
 
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")  # 4 to 512 chips
-SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # 4 to 256, all that a pod has
-CHIPS = {
-  "v4": Chip(30.75, CUBES),
-  "v5e": Chip(15.75, SQUARES),
-  "v5p": Chip(95.73, CUBES),
-  "v6e": Chip(31.24, SQUARES),
+CHIPS = {  # of seed_jax/topologies.py, from four chips on
+  name: Chip(chip.hbm / GIB, tuple(s for s in chip.shapes if topologies.parse(f"{name}:{s}").chips >= 4))
+  for name, chip in topologies.CHIPS.items()
 }
-HOSTS_OF_EIGHT = ("v5e:2x4", "v6e:2x4")  # one machine; every other slice has four chips a host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +128,7 @@ def settings(c: ConfigDict, model: str, topology: str, row: Shipped, chips: int)
   while config.num_heads % tp:
     tp //= 2
   c.mesh.update(dict(data=1, fsdp=chips // tp, tp=tp))
-  a_host = 8 if topology in HOSTS_OF_EIGHT else 4
+  a_host = topologies.parse(topology).host_chips
   c.actor_mesh.update(dict(data=a_host // row.actor_tp, fsdp=1, tp=row.actor_tp))
 
   # an actor, of which there are chips / actor_tp, has a slot at the least

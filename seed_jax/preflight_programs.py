@@ -139,12 +139,17 @@ def actor_params(plan: Plan, mesh: Mesh) -> dict:
   return params
 
 
+def abstract_cache(plan: Plan, capacity: int, mesh: Mesh):
+  """The cache of a host's slots, of so many tokens each, as shapes. The mesh must be set."""
+  return on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, capacity)), mesh)
+
+
 def lower_decode(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
   """The sampling loop over all slots of a host."""
   slot, number = _arrays(mesh, plan.slots)
   params = actor_params(plan, mesh)
   with jax.set_mesh(mesh):
-    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.capacity)), mesh)
+    cache = abstract_cache(plan, training.capacity, mesh)
     return decode.generate.lower(
       params,
       cache,
@@ -166,7 +171,7 @@ def lower_prefill(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowe
   whole = width == plan.slots  # all slots in their order: none is taken out
   params = actor_params(plan, mesh)
   with jax.set_mesh(mesh):
-    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.capacity)), mesh)
+    cache = abstract_cache(plan, training.capacity, mesh)
     return decode.prefill.lower(
       params,
       cache,
@@ -184,7 +189,7 @@ def lower_prefill(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowe
 def lower_grow(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
   """The step to slots of the full capacity, for which both caches exist at a time."""
   with jax.set_mesh(mesh):
-    cache = on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, training.smaller[-1])), mesh)
+    cache = abstract_cache(plan, training.smaller[-1], mesh)
     return decode.grow.lower(cache, training.capacity)
 
 

@@ -18,7 +18,7 @@ def test_a_shipped_preset_is_planned_within_a_chips_memory(model, topology):
   chip, chips = tpu.parse(topology)
   assert c.mesh.data * c.mesh.fsdp * c.mesh.tp == chips
   assert sum(tpu.estimate(c).values()) <= (1 - tpu.SPARE) * tpu.CHIPS[chip].memory
-  assert c.actor_mesh.data * c.actor_mesh.tp == (8 if topology in tpu.HOSTS_OF_EIGHT else 4)
+  assert c.actor_mesh.data * c.actor_mesh.tp == (8 if topology in ("v5e:2x4", "v6e:2x4") else 4)
   assert c.rollout.slots % (chips // c.actor_mesh.tp) == 0  # every actor has as many
   assert c.model.dtype == "bfloat16" and c.model.scan_layers and c.model.remat in ("full", "dots_no_batch")
 

@@ -1,6 +1,5 @@
 """The stage as a user runs it, on slices that are not here: what fits, what must not, and what is advised."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -8,16 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from tpu_compiler import COMPILER, MARKS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-COMPILER = pathlib.Path(sys.prefix) / "tpu_compiler"  # where launch/test.sh puts it
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not COMPILER.exists(),
-    reason="libtpu, the compiler, is not installed",
-  ),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture

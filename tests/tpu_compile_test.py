@@ -1,6 +1,5 @@
 """What only a TPU runs is compiled here for TPUs that are not: the compiler refuses what does not fit."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -8,16 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from tpu_compiler import COMPILER, MARKS
 
 HERE = pathlib.Path(__file__).parent
-COMPILER = pathlib.Path(sys.prefix) / "tpu_compiler"  # where launch/test.sh puts it
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None and not COMPILER.exists(),
-    reason="libtpu, the compiler, is not installed",
-  ),
-]
+pytestmark = MARKS
 
 
 def compiled(*arguments):
