@@ -199,7 +199,7 @@ def to_batches(
 
   `place(samples, shapes)` gives the rows by shape.
   """
-  parts = _parts(samples, shapes, micro_batches, place) or [(min(shapes, key=lambda s: s.length), [])]
+  parts = _parts(samples, shapes, micro_batches, place)
   options = skills, transform_coef, micro_batches
   return [_batch(rows, shape, mesh, *options) for shape, rows in parts]
 
@@ -232,12 +232,13 @@ def token_grids(
 
 
 def _parts(samples, shapes, micro_batches, place):
-  """(row shape, rows) of every batch."""
-  return [
+  """(row shape, rows) of every batch; one without rows where there is no sample."""
+  parts = [
     (shape, rows[at : at + micro_batches * shape.rows])
     for shape, rows in place(samples, shapes).items()
     for at in range(0, len(rows), micro_batches * shape.rows)
   ]
+  return parts or [(min(shapes, key=lambda s: s.length), [])]
 
 
 def _grid(rows, shape, field, width, dtype, M):

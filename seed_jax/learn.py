@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, hosts, score
+from seed_jax import batching, hosts, score, token_line
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
@@ -162,22 +162,16 @@ def skill_pairs(
   `skill_quality.gain_by_episode`'s arguments. `parts` are the samples of the mini-batches; `logprobs` the sampler's.
   With rescore = "minibatch" the later mini-batches are not scored yet, and their tokens are not there.
   """
-  found: dict[str, list] = {"logprobs": [], "skill_logprobs": [], "mask": [], "episode": []}
-  for batches, samples in zip(minibatches, parts, strict=True):
-    grids = batching.token_grids(samples, shapes, lambda s: np.full(len(s.targets), s.episode))
-    for batch, episode in zip(batches, grids, strict=False):  # no sample at all: one batch and no grid
-      if batch.skill_logprobs is None:
-        continue
-      mask, skill_mask, ordinary, skill = hosts.fetch(
-        (batch.mask, batch.skill_mask, batch.sampler_logprobs, batch.skill_logprobs)
-      )
-      counted = mask * skill_mask > 0
-      for name, values in (("logprobs", ordinary), ("skill_logprobs", skill), ("mask", counted), ("episode", episode)):
-        found[name].append(values[counted])
-  return {
-    name: np.concatenate([[], *values])[None].astype(np.int32 if name == "episode" else np.float32)
-    for name, values in found.items()
-  }
+  episode_of = lambda s: np.full(len(s.targets), s.episode)  # noqa: E731
+  grids = [grid for samples in parts for grid in batching.token_grids(samples, shapes, episode_of)]
+  batches = [b for part in minibatches for b in part]
+  known = [(b, grid) for b, grid in zip(batches, grids, strict=True) if b.skill_logprobs is not None]
+  rows = hosts.fetch([(b.mask, b.skill_mask, b.sampler_logprobs, b.skill_logprobs) for b, _ in known])
+  places = [mask * skill_mask > 0 for mask, skill_mask, _, _ in rows]
+  columns = dict(logprobs=[row[2] for row in rows], skill_logprobs=[row[3] for row in rows])
+  columns |= dict(mask=places, episode=[grid for _, grid in known])
+  lines = {name: token_line.gather(arrays, places) for name, arrays in columns.items()}
+  return {name: x[None].astype(np.int32 if name == "episode" else np.float32) for name, x in lines.items()}
 
 
 def programs(

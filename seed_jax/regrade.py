@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, hosts, sharding
+from seed_jax import batching, hosts, sharding, token_line
 from seed_jax.batching import RowShape, Sample
 from seed_jax.methods import Method
 from seed_jax.models.config import ModelConfig
@@ -58,14 +58,14 @@ class Line:
     found = int(starts[-1]), len(numbers)
     if found[0] > room.turns or found[1] > room.groups:
       raise ValueError(f"{found[0]} turns of {found[1]} groups, but there is room for {room.turns} of {room.groups}")
-    grids = lambda field: [batching.token_grids(samples, shapes, field) for samples in parts]  # noqa: E731
+    grids = lambda field: [g for samples in parts for g in batching.token_grids(samples, shapes, field)]  # noqa: E731
     self.room = room
-    self._places = grids(lambda s: np.ones(len(s.targets)))
+    self._places = [grid > 0 for grid in grids(lambda s: np.ones(len(s.targets)))]
     self.turn_ids = self._line(grids(lambda s: starts[s.episode] + s.turns), np.int32)
     self.group_ids = self._line(
       grids(lambda s: np.full(len(s.targets), numbers[trajectories[s.episode].group])), np.int32
     )
-    self.mask = self._line(self._places, np.float32)
+    self.mask = self._line(self._places)
 
   def read(self, minibatches: Minibatches, field: Callable[[Batch], jax.Array]) -> np.ndarray:
     """`field(batch)` [M, B, R] of every token."""
@@ -73,32 +73,16 @@ class Line:
 
   def flat(self, arrays: Sequence[Sequence[jax.Array]]) -> np.ndarray:
     """Arrays [M, B, R], those of a mini-batch in a list of their own, as a line."""
-    return self._line(hosts.fetch(list(arrays)), np.float32)
+    return self._line(hosts.fetch([a for part in arrays for a in part]))
 
   def write(self, minibatches: Minibatches, advantages) -> list[list[Batch]]:
     """The mini-batches with these advantages, [1, room.tokens]."""
-    line, at, out = np.asarray(advantages, np.float32).reshape(-1), 0, []
-    for part, places in zip(minibatches, self._places, strict=True):
-      out.append(list(part))  # no sample at all: one batch and no grid
-      for number, place in enumerate(places):
-        old = part[number].advantages
-        grid, count = np.zeros(place.shape, np.float32), int(place.sum())
-        grid[place > 0] = line[at : at + count]
-        out[-1][number] = part[number].replace(advantages=sharding.put(grid, old.sharding))
-        at += count
-    return out
+    grids = iter(token_line.scatter(np.asarray(advantages, np.float32).reshape(-1), self._places))
+    put = lambda b: b.replace(advantages=sharding.put(next(grids), b.advantages.sharding))  # noqa: E731
+    return [[put(b) for b in part] for part in minibatches]
 
-  def _line(self, grids, dtype) -> np.ndarray:
-    """The counted values of [M, B, R] arrays, one list of them a mini-batch, end to end."""
-    values = [
-      np.asarray(grid)[place > 0]
-      for part, places in zip(grids, self._places, strict=True)
-      for grid, place in zip(part, places, strict=False)
-    ]
-    values = np.concatenate([[], *values]).astype(dtype)
-    if len(values) > self.room.tokens:
-      raise ValueError(f"{len(values)} sampled tokens, but there is room for {self.room.tokens}")
-    return np.pad(values, (0, self.room.tokens - len(values)))[None]
+  def _line(self, grids, dtype=np.float32) -> np.ndarray:
+    return token_line.filled(token_line.gather(grids, self._places), self.room.tokens, dtype)
 
 
 def regraded(

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from seed_jax import batching, hosts, learn, replay, sharding
+from seed_jax import batching, hosts, learn, replay, sharding, token_line
 from seed_jax.batching import RowShape, Sample
 from seed_jax.metrics import is_writer
 from seed_jax.replay import ReplayConfig
@@ -146,19 +146,16 @@ class Replay:
     flat = [b for part in parts for b in part]
     rows = hosts.fetch([(b.old_logprobs, b.sampler_logprobs, b.advantages, b.mask) for b in flat])
     places = [row[3] > 0 for row in rows]
-    total = int(sum(place.sum() for place in places))
-    column = lambda i: np.concatenate([row[i][place] for row, place in zip(rows, places, strict=True)])  # noqa: E731
-    lines = [np.pad(column(i), (0, self._room - total))[None] for i in range(4)]
-    kept, at, out = np.asarray(self._clip_cov(seed, *lines))[0], 0, []
-    for batch, row, place in zip(flat, rows, places, strict=True):
-      grid, size = np.zeros_like(row[2]), int(place.sum())
-      grid[place] = coef * row[2][place] * kept[at : at + size]
-      at += size
-      weighed = sharding.put(grid, batch.advantages.sharding)
-      out.append(batch.replace(advantages=weighed, old_logprobs=batch.sampler_logprobs))
-    ends = np.cumsum([len(part) for part in parts])
-    out = [out[end - len(part) : end] for part, end in zip(parts, ends, strict=True)]
-    return out, float(1.0 - kept[:total].mean())
+    lines = [token_line.filled(token_line.gather(column, places), self._room) for column in zip(*rows, strict=True)]
+    kept = np.asarray(self._clip_cov(seed, *lines))[0]
+    grids = iter(token_line.scatter(coef * lines[2][0] * kept, places))
+
+    def weigh(b):
+      advantages = sharding.put(next(grids), b.advantages.sharding)
+      return b.replace(advantages=advantages, old_logprobs=b.sampler_logprobs)
+
+    taken_out = 1.0 - kept[: sum(place.sum() for place in places)].mean()
+    return [[weigh(b) for b in part] for part in parts], float(taken_out)
 
   def _clip_cov(self, seed, logprobs, old_logprobs, advantages, mask):
     loss = self.scoring.loss

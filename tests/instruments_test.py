@@ -323,3 +323,10 @@ def test_a_group_is_tied_when_no_turn_of_it_has_another_reward():
   scores = [np.full(2, 10.0), np.full(3, 10.0), np.full(1, 10.0), np.zeros(2), np.asarray([0.0, -0.1]), np.zeros(0)]
   flags = instruments.tied_turns(scores, [0, 0, 1, 1, 2, 0])
   assert [f.tolist() for f in flags] == [[1, 1], [1, 1, 1], [0], [0, 0], [0, 0], []]
+
+
+def test_an_iteration_without_a_sample_has_a_grid_for_its_batch():
+  with jax.set_mesh(MESH):
+    (batch,) = batching.to_batches([], [SHAPE], MESH, skills=True)
+    (grids,) = instruments.tied_grids([], [], [[]], [SHAPE], MESH)
+  assert [g.shape for g in grids] == [batch.mask.shape]
