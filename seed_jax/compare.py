@@ -45,7 +45,7 @@ class Arm:
 
 
 def run_compare(run: Run) -> dict:
-  """Runs what is left of config.compare; writes compare.json, compare.md and compare.html after every arm."""
+  """Runs what is left of config.compare; writes compare.json, .md, .html and .svg after every arm."""
   arms, seeds = plan(run)
   jobs = [(seed, arm) for seed in seeds for arm in arms]
   results: dict = {}
@@ -69,7 +69,7 @@ def run_compare(run: Run) -> dict:
 
 
 def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
-  """The summary of the arms that are finished, as compare.json, compare.md and compare.html; returns it."""
+  """The summary of the arms that are finished, as compare.json, .md, .html and .svg; returns it."""
   curves = {}
   for arm in arms:
     runs = {seed: arm_run(run, arm, seed) for seed in seeds}

@@ -9,7 +9,7 @@ from etils import epath
 
 from seed_jax import charts, metrics
 from seed_jax.compare_results import between, tables
-from seed_jax.page import clean, document, percent
+from seed_jax.page import clean, document, percent, picture
 
 _AXES = (  # of the curves: a key of a summary's curve, what stands below the axis
   ("iteration", "iteration"),
@@ -19,7 +19,9 @@ _AXES = (  # of the curves: a key of a summary's curve, what stands below the ax
 
 
 def build(workdir: epath.PathLike, results: Mapping[str, Any]) -> epath.Path:
-  """Writes `workdir/compare.html` from the results of the stage `compare` and returns its path."""
+  """Writes `workdir/compare.html` from the results of the stage `compare` and returns its path; with it
+  `compare.svg`, the curves over training episodes.
+  """
   workdir = epath.Path(workdir)
   arms, baseline = results["arms"], results["baseline"]
   title = f"Comparison {workdir.name}"
@@ -34,6 +36,8 @@ def build(workdir: epath.PathLike, results: Mapping[str, Any]) -> epath.Path:
     sections.append("<p class=notice>No arm is finished yet.</p>")
   path = workdir / "compare.html"
   metrics.write_text(path, document(title, sections))
+  if arms:
+    metrics.write_text(workdir / "compare.svg", picture(_curve(arms, baseline, "episodes", "training episodes")))
   return path
 
 
@@ -52,15 +56,19 @@ def _cards(arms: Mapping[str, Mapping[str, Any]]) -> str:
 def _curves(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> str:
   figures = []
   for key, label in _AXES:
-    series = {name: [s["curve"][column] for column in (key, "mean", "low", "high")] for name, s in arms.items()}
-    marks = {f"{baseline}, final": arms[baseline]["final"]["mean"]} if baseline in arms and key != "iteration" else None
-    figures.append(f"<figure><h3>Success by {label}</h3>{charts.bands(series, xlabel=label, marks=marks)}</figure>")
+    figures.append(f"<figure><h3>Success by {label}</h3>{_curve(arms, baseline, key, label)}</figure>")
   finals = {name: {"after the last iteration": _whiskers(s["final"])} for name, s in arms.items()}
   figures.append(f"<figure><h3>Final success</h3>{charts.rates(finals)}</figure>")
   return (
     "<h2>Learning curves</h2><p class=soft>Means over seeds; bands and whiskers are 95 % intervals over seeds.</p>"
     f"<div class=charts>{''.join(figures)}</div>"
   )
+
+
+def _curve(arms: Mapping[str, Mapping[str, Any]], baseline: str, key: str, label: str) -> str:
+  series = {name: [s["curve"][column] for column in (key, "mean", "low", "high")] for name, s in arms.items()}
+  marks = {f"{baseline}, final": arms[baseline]["final"]["mean"]} if baseline in arms and key != "iteration" else None
+  return charts.bands(series, xlabel=label, marks=marks)
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> str:

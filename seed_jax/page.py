@@ -28,15 +28,26 @@ def clean(text: Any, limit: int = TEXT_LIMIT) -> str:
 
 def document(title: str, sections: Iterable[str]) -> str:
   """A whole page of sections of HTML: no script, nothing loaded, wide as the screen that shows it."""
-  style = importlib.resources.files("seed_jax").joinpath("report.css").read_text()
   return (
     "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
     '<meta name=viewport content="width=device-width, initial-scale=1">\n'
     "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-    f"<title>{clean(title, 200)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+    f"<title>{clean(title, 200)}</title>\n<style>\n{_style()}</style>\n</head>\n<body>\n"
     + "\n".join(section for section in sections if section)
     + "\n</body>\n</html>\n"
   )
+
+
+def picture(svg: str) -> str:
+  """A chart as a file of its own, for a document or a paper: with the page's colours, light and dark, and ground."""
+  variables = _style().partition("* {")[0]
+  return svg.replace("<svg", '<svg width="740"', 1).replace(
+    ">", f">\n<style>\n{variables}svg {{ background: var(--page); }}\n</style>", 1
+  )
+
+
+def _style() -> str:
+  return importlib.resources.files("seed_jax").joinpath("report.css").read_text()
 
 
 def figure(name: str, series: Mapping[str, charts.Points], svg: str) -> str:

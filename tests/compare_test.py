@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 import pytest
 from tiny_config import get_config
@@ -260,6 +261,8 @@ def test_results_of_unfinished_comparisons_name_what_is_there(tmp_path, stages):
   assert results["arms"]["grpo"]["seeds"] == [0] and results["arms"]["seed"]["against"]["seeds"] == [0]
   assert "3 of 4 runs are finished" in (tmp_path / "w" / "compare.md").read_text()
   assert "one seed" in (tmp_path / "w" / "compare.html").read_text()
+  drawn = xml.etree.ElementTree.fromstring((tmp_path / "w" / "compare.svg").read_text())
+  assert drawn.tag == "{http://www.w3.org/2000/svg}svg" and "var(--s0)" in (tmp_path / "w" / "compare.svg").read_text()
 
 
 # ---- the real thing, small

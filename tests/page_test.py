@@ -56,3 +56,11 @@ def test_durations(seconds, text):
 
 def test_plain_is_one_short_printable_line():
   assert page.plain("a\x1b[31m\nb" + "c" * 50) == "a?[31m?b" + "c" * 32
+
+
+def test_a_picture_is_a_file_of_its_own_with_the_colours_that_it_names():
+  drawn = page.picture('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 2 1"><path stroke="var(--s5)"/></svg>')
+  assert drawn.startswith('<svg width="740" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 2 1">\n<style>')
+  style, rest = drawn.split("</style>")
+  assert rest == '<path stroke="var(--s5)"/></svg>' and "--s5: #" in style and "prefers-color-scheme: dark" in style
+  assert "h1" not in style
