@@ -19,8 +19,11 @@ COEF, BETA = "train.loss.opd_coef", "train.loss.opd_beta"
 
 
 def _arm(name: str, method: str = "seed", coef: float = 0.1, **fields) -> tuple:
-  """An arm that ends in the fields' values; a dot in a field's name is written `__`."""
-  values = {COEF: coef} if method.startswith("seed") and method != "seed_without_opd" else {}
+  """An arm that ends in the fields' values; a dot in a field's name is written `__`. Every method with a distillation
+  loss has the coefficient, but for those whose own recipe sets one.
+  """
+  known = methods.get(next((base for base, change in VARIANTS if f"{base}_{change}" == method), method))
+  values = {COEF: coef} if known.auxiliary is not None and COEF not in dict(known.settings) else {}
   values |= {field.replace("__", "."): value for field, value in fields.items()}
   return name, method, tuple(f"{field}={value}" for field, value in values.items())
 
@@ -62,6 +65,7 @@ SWEEPS = {
   "ties": [
     _arm("ties, GRPO", "grpo_on_ties", **_groups(2)),
     _arm("ties, SEED", "seed_on_ties", **_groups(2)),
+    _arm("ties, SEED 1.0", "seed_on_ties", 1.0, **_groups(2)),
     _arm("ties, centred", "seed_centred_gate_on_ties", 1.0, **_groups(2)),
     _arm("ties, frozen teacher", "seed_frozen_teacher_on_ties", 1.0, **_groups(2)),
     _arm("ties, centred, frozen teacher", "seed_centred_frozen_teacher_on_ties", 1.0, **_groups(2)),

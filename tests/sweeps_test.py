@@ -22,6 +22,10 @@ def test_every_sweep_can_be_run_and_leaves_the_test_panel_alone(tmp_path, sweep)
     assert c.tasks_per_iteration * c.group_size == 64, arm.name
     if arm.method.startswith("seed_") and arm.method not in ("seed_without_opd", "seed_constant_gate"):
       assert c.loss.opd_coef >= 0.1 and c.loss.opd_beta == 5.0, arm.name
+    if arm.name in ("sdar", "opsd", "grpo_opsd"):
+      assert c.loss.opd_coef == 0.1, arm.name
+    if arm.method == "skill_sd":  # its own recipe's
+      assert c.loss.opd_coef == 0.001
 
 
 def test_the_sweeps_hold_the_values_that_their_names_say(tmp_path):
