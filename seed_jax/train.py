@@ -135,7 +135,7 @@ def run_train(run: Run) -> dict:
     """The run was asked to stop: a checkpoint of `state`. What was played since then is kept by `plays`."""
     if done and checkpoints.newest != done:
       save()
-    if done == c.iterations:
+    if first < done == c.iterations:
       keep_examples(run.workdir, trajectories, split=c.split, iteration=done)
     for each in (plays, curve.plays):
       each.wait()
@@ -237,12 +237,12 @@ def run_train(run: Run) -> dict:
           where = dict(contexts=c.theory_contexts, seed=process_seed(run.config.seed, f"theory {iteration}"))
           log |= instruments.measure(state.params, params, minibatches, scoring, tied=tied, **where)
 
-      run.notice.meet("the scoring")  # from the update on, `state` is given away
       # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
+      run.notice.meet("the scoring")
       with timer("score"), jax.set_mesh(run.mesh):
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring, teacher))
-      run.notice.meet("the update")
-      plays.wait()  # whatever happens now, this iteration is not played again
+      run.notice.meet("the update")  # which gives `state` away
+      plays.wait()  # and may be killed: then these episodes are there
       if branch.keeps:
         log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
       with timer("score"), jax.set_mesh(run.mesh):

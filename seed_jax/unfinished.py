@@ -97,7 +97,7 @@ class Plays:
     hosts.meet(f"the end of the plays of {self.stage}")
     if is_writer() and self._place.exists():
       self._place.rmtree()
-      with contextlib.suppress(OSError):  # another stage is not over
+      with contextlib.suppress(OSError, ValueError):  # another stage is not over: epath has an error of its own
         self._place.parent.rmdir()
 
   # ---- files
