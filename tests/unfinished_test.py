@@ -1,7 +1,9 @@
+import dataclasses
 import gzip
 import json
 import threading
 
+import fake_store
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from etils import epath
 from envs.protocol import Task
 from seed_jax import hosts, unfinished
 from seed_jax.preemption import Notice, Preempted
-from seed_jax.rollout import Episode
+from seed_jax.rollout import Episode, Finished
 from seed_jax.trajectory import Trajectory, Turn
 from seed_jax.unfinished import Plays
 
@@ -126,7 +128,10 @@ def test_files_of_all_hosts_count_whatever_the_number_of_hosts(tmp_path, monkeyp
       run, plays = stage(tmp_path)
       play(plays, 3, episodes=EPISODES[2 * index : 2 * index + 2], reading=index == 0)
       plays.wait()
-  assert files(tmp_path) == ["3-0.gz", "3-1.gz"]
+  with monkeypatch.context() as patch:  # and one that had stopped before the analyses were there
+    patch.setattr(hosts, "index", lambda: 2)
+    plays._write(3, unfinished.policy_of(PARAMS), Finished({0: dataclasses.replace(ended(EPISODES[0]), analysis="")}))
+  assert files(tmp_path) == ["3-0.gz", "3-1.gz", "3-2.gz"]
   run, plays = stage(tmp_path)
   assert play(plays, 3) == [ended(e) for e in EPISODES] and run.played == []
   assert plays.take_tokens() == 4 * 3 + 2 * READ
@@ -191,3 +196,17 @@ def test_files_go_when_they_are_used_up(tmp_path):
   assert not (tmp_path / "unfinished").exists()
   plays.done()
   plays.drop_before(99)
+
+
+def test_object_storage_will_do(tmp_path, monkeypatch):
+  fake_store.install(tmp_path, monkeypatch)
+  _, plays = stage("gs://bucket/run")
+  for number in (3, 4):
+    play(plays, number)
+  plays.wait()
+  run, plays = stage("gs://bucket/run")
+  assert play(plays, 4) == [ended(e) for e in EPISODES] and run.played == []
+  plays.drop_before(4)
+  assert [f.name for f in epath.Path("gs://bucket/run/unfinished/train").iterdir()] == ["4-0.gz"]
+  plays.done()
+  assert not epath.Path("gs://bucket/run/unfinished/train").exists()
