@@ -38,7 +38,8 @@ _NAME = re.compile(r"\.?(\d+)-\d+\.gz")  # with a dot in front: half written
 
 class Plays:
   """The plays of a stage, by their numbers. Whatever ends this process, once a play is over (and `wait` has returned)
-  its episodes are there for the next one; where the run is asked to stop, those that have ended by then.
+  its episodes are there for the next one; where a play is cut short by a notice or an error, those that have ended by
+  then.
   """
 
   def __init__(self, run: Run, stage: str):
@@ -58,9 +59,11 @@ class Plays:
       options.get("on_episode", lambda _: None)(t)
     try:
       played = self.run.play(engine, pool, episodes, finished=finished, **options)
-    except Preempted:
+    except BaseException as error:  # a notice above all; but also where another host is gone
       self.wait()
       self._write(number, policy, finished)
+      if not isinstance(error, Preempted):
+        raise
       own = " of this host" if hosts.several() else ""
       say(f"{self.stage}: stopped, {len(finished.trajectories)} finished episodes{own} are kept")
       raise

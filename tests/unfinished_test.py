@@ -94,6 +94,16 @@ def test_where_the_run_is_asked_to_stop_what_has_ended_is_kept(tmp_path):
   assert play(plays, 1) == [ended(e) for e in EPISODES] and run.played == [2, 3]
 
 
+def test_where_another_host_is_gone_what_has_ended_is_kept(tmp_path, monkeypatch, capsys):
+  run, plays = stage(tmp_path)
+  monkeypatch.setattr(run.notice, "check", lambda: run.played[2:] and pytest.fail("host 1 is gone"))
+  with pytest.raises(pytest.fail.Exception, match="host 1 is gone"):
+    play(plays, 1)
+  assert "stopped" not in capsys.readouterr().err
+  run, plays = stage(tmp_path)
+  assert len(play(plays, 1)) == 4 and run.played == [3]
+
+
 def test_another_policy_plays_anew(tmp_path):
   _, plays = stage(tmp_path)
   play(plays, 0)
