@@ -1,7 +1,8 @@
 """Analyzers that are not the policy: a script, and a language model behind an OpenAI-compatible endpoint.
 
-Both answer `analyze(trajectories)` with one raw text per trajectory, or None where there is no usable analysis. The
-policy as its own analyzer is a matter of the rollout, which has the weights.
+Both answer `analyze(trajectories)` with one raw text per trajectory, or None where there is no usable analysis;
+`between` is called between two answers and may raise. The policy as its own analyzer is a matter of the rollout, which
+has the weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import email.utils
-import functools
 import hashlib
 import json
 import logging
@@ -30,6 +30,7 @@ PROMPT_VERSION = "seed-1"  # part of the cache key: raise it when the wording of
 MAX_BODY_BYTES = 4 << 20
 RETRIED = (408, 409, 429)  # and every 5xx
 REFUSED_ONE = (400, 413, 422)  # this prompt is refused (too long, filtered); the endpoint itself is well
+LOOK, LAST = 0.5, 10.0  # seconds between two calls of `between`, and that requests get which are under way at the end
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,12 @@ class AnalyzerError(ValueError):
   """The analyzer cannot be used: one line with the address, what was tried, and the last error."""
 
 
+def nothing() -> None:
+  """Stands for no work between two answers."""
+
+
 class Analyzer(Protocol):
-  def analyze(self, trajectories: Sequence[Any]) -> list[str | None]:
+  def analyze(self, trajectories: Sequence[Any], *, between: Callable[[], None] = nothing) -> list[str | None]:
     """Raw analysis of every trajectory, in order; None where there is none."""
 
 
@@ -52,9 +57,13 @@ class ScriptedAnalyzer:
   def __init__(self, script: Callable[[str, Sequence[tuple[str, str, bool]], bool], Mapping[str, str] | None]):
     self.script = script
 
-  def analyze(self, trajectories: Sequence[Any]) -> list[str | None]:
-    found = (self.script(each.task, each.action_steps, each.won) for each in trajectories)
-    return [None if analysis is None else json.dumps(dict(analysis), ensure_ascii=False) for analysis in found]
+  def analyze(self, trajectories: Sequence[Any], *, between: Callable[[], None] = nothing) -> list[str | None]:
+    out = []
+    for each in trajectories:
+      between()
+      analysis = self.script(each.task, each.action_steps, each.won)
+      out.append(None if analysis is None else json.dumps(dict(analysis), ensure_ascii=False))
+    return out
 
 
 @dataclasses.dataclass
@@ -152,11 +161,12 @@ class ExternalAnalyzer:
     self.counters = Counters()
     self.problems: collections.Counter[str] = collections.Counter()  # why prompts failed -> how often
 
-  def analyze(self, trajectories: Sequence[Any]) -> list[str | None]:
+  def analyze(self, trajectories: Sequence[Any], *, between: Callable[[], None] = nothing) -> list[str | None]:
     """Raw text of every trajectory whose answer holds a usable skill, None for the others; `counters` tells how many.
 
     The first prompt goes out alone. Raises AnalyzerError if the endpoint does not take it, if `give_up_after` prompts
-    in a row fail later on, or if no trajectory got a usable analysis. Answers that arrived stay in the cache.
+    in a row fail later on, or if no trajectory got a usable analysis. Answers that arrived stay in the cache, also
+    where `between` raises: then nothing more is sent, and the requests under way get `LAST` seconds.
     """
     self.counters, self.problems = Counters(trajectories=len(trajectories)), collections.Counter()
     prompts = [skills.analysis_prompt(each, self.template, fits=self.fits) for each in trajectories]
@@ -171,19 +181,20 @@ class ExternalAnalyzer:
         answers[key] = self._usable(cached["content"], cached["cut"])
     missing = {key: prompt for key, prompt in unique.items() if key not in answers}
     if missing:
-      self._ask_all(missing, answers, len(unique))
+      self._ask_all(missing, answers, len(unique), between)
     elif self.progress:
       self.progress(len(unique), len(unique), self.counters)
     if trajectories and not any(answers.values()):
       raise AnalyzerError(f"analyzer {self.url}: no usable analysis of {len(unique)} prompts: {self._told()}")
     return [answers[key] for key in keys]
 
-  def _ask_all(self, missing: dict[str, str], answers: dict[str, str | None], total: int) -> None:
+  def _ask_all(self, missing: dict[str, str], answers: dict[str, str | None], total: int, between) -> None:
     import httpx  # only for those who ask an endpoint
 
     lock, stop = threading.Lock(), threading.Event()
     limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
     reached, row = False, 0  # failed prompts in a row
+    answers_before = len(answers)
 
     def settle(key: str, reply: _Reply) -> None:
       nonlocal reached, row
@@ -205,25 +216,22 @@ class ExternalAnalyzer:
         raise AnalyzerError(f"analyzer {self.url} {when}: {self._told()}")
 
     waiting = iter(missing.items())
-    with (
-      httpx.Client(timeout=self.timeout, limits=limits, headers=self._headers()) as client,
-      concurrent.futures.ThreadPoolExecutor(self.concurrency) as pool,
-    ):
-      ask = functools.partial(self._ask, client, lock, stop)
+    with httpx.Client(timeout=self.timeout, limits=limits, headers=self._headers()) as client:
       running: dict[concurrent.futures.Future, str] = {}
       try:
-        key, prompt = next(waiting)
-        settle(key, ask(key, prompt))  # alone: a dead endpoint is met once, not by every thread
         while True:
-          while len(running) < self.concurrency and (item := next(waiting, None)):
-            running[pool.submit(ask, *item)] = item[0]
+          most = self.concurrency if answers_before < len(answers) else 1  # a dead endpoint is met once, not by all
+          while len(running) < most and (item := next(waiting, None)):
+            running[_apart(self._ask, client, lock, stop, *item)] = item[0]
           if not running:
             break
-          done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+          between()
+          done, _ = concurrent.futures.wait(running, LOOK, return_when=concurrent.futures.FIRST_COMPLETED)
           for future in done:
             settle(running.pop(future), future.result())
       finally:
         stop.set()  # ends the pauses of threads that are still at work
+        concurrent.futures.wait(running, LAST)
 
   def _ask(self, client, lock: threading.Lock, stop: threading.Event, key: str, prompt: str) -> _Reply:
     """One prompt with all its attempts; a good answer is on disk before this returns."""
@@ -325,6 +333,22 @@ class ExternalAnalyzer:
     c = self.counters
     reasons = "; ".join(f"{reason} x{count}" for reason, count in self.problems.most_common(3))
     return f"{c.requests} requests, {c.failures} failures, {c.parse_failures} unusable answers. Most often: {reasons}"
+
+
+def _apart(function: Callable, *args) -> concurrent.futures.Future:
+  """What a call gives, on a thread of its own. The end of the process does not wait for it, as it would for a pool's:
+  an answer may take minutes.
+  """
+  future: concurrent.futures.Future = concurrent.futures.Future()
+
+  def work():
+    try:
+      future.set_result(function(*args))
+    except BaseException as error:
+      future.set_exception(error)
+
+  threading.Thread(target=work, daemon=True).start()
+  return future
 
 
 def _read_answer(raw: bytes) -> _Reply:

@@ -4,16 +4,19 @@ annotation).
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 
 from etils import epath
 
 from seed_jax import hosts, skills
-from seed_jax.analyzers import ExternalAnalyzer, ScriptedAnalyzer
+from seed_jax.analyzers import Analyzer, ExternalAnalyzer, ScriptedAnalyzer
 from seed_jax.collect import load_collected
 from seed_jax.metrics import say
+from seed_jax.preemption import Preempted
 from seed_jax.run import ConfigError, Run
-from seed_jax.trajectory import load_trajectories, save_trajectories
+from seed_jax.trajectory import Trajectory, load_trajectories, save_trajectories
 
 
 def make_analyzer(run: Run):
@@ -28,12 +31,26 @@ def make_analyzer(run: Run):
   raise ConfigError(f"config.annotate.analyzer={a.analyzer!r} is unknown; choose scripted or external")
 
 
+def analyses(run: Run, analyzer: Analyzer, episodes: Sequence[Trajectory]) -> list[str | None]:
+  """`analyzer.analyze(episodes)`, which process 0 does for all hosts. Raises Preempted on all of them where the run was
+  asked to stop; the answers of an endpoint stay in its cache.
+  """
+
+  def ask():
+    with contextlib.suppress(Preempted):
+      return analyzer.analyze(episodes, between=run.notice.check)
+
+  texts = hosts.from_first("the analyses", ask)
+  run.notice.meet("the end of the analyses")
+  return texts
+
+
 def run_annotate(run: Run) -> dict:
   """Annotates the collected episodes; writes trajectories/annotated (the ones with a skill)."""
   started = time.monotonic()
   trajectories = load_collected(run)
   readable = [t for t in trajectories if t.turns and not t.error]
-  texts = hosts.from_first("the annotations", lambda: make_analyzer(run).analyze(readable))
+  texts = analyses(run, make_analyzer(run), readable)
   parsed = skills.attach_analyses(readable, texts)
   kept = [t for t in readable if t.skill]
   if not kept:

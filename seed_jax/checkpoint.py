@@ -1,8 +1,8 @@
 """Checkpoints: an orbax tree of arrays plus a JSON record of the host's side, complete or absent, checked when read.
 
-A checkpoint is `DIR/<step>/` (orbax), what was attached to it, `DIR/<step>-<attempt>-<name>`, and `DIR/<step>.json`,
-written last. A step without its record was interrupted and counts as absent; a step that is not what it was is damaged
-and is named. `save` returns as soon as the arrays have left the device; a thread writes the rest.
+A checkpoint is `DIR/<step>/` (orbax) and `DIR/<step>.json`, written last. A step without its record was interrupted and
+counts as absent; a step that is not what it was is damaged and is named. `save` returns as soon as the arrays have left
+the device; a thread writes the rest.
 
 What the record knows: size and SHA-256 of every small file, the size of every large one, and a sum of each array that
 the device computes (`array_sums`), before it is written and again after it was read. So no large file is read twice,
@@ -106,31 +106,14 @@ class Checkpoints:
     except BaseException as error:  # for the thread that waits
       self._error = error
 
-  def attach(self, step: int, files: Mapping[str, bytes]) -> None:
-    """Adds files to a complete checkpoint in place of those that were attached before; each process may bring files,
-    under names of its own. Until all are there the checkpoint is what it was.
-    """
+  def weigh(self, step: int, metric: float | None) -> None:
+    """Gives a checkpoint that has none yet the metric that `keep_best` goes by; without either it does nothing."""
     self.finish()
-    hosts.meet(f"checkpoint {step}")  # process 0 has written its record
-    note = read_json(self._note(step))
-    attempt = note["attempt"] = note.get("attempt", 0) + 1
-    for name, data in files.items():
-      (self.directory / f"{step}-{attempt}-{name}").write_bytes(data)
-    hosts.meet(f"attachments of checkpoint {step}")
-    if hosts.index() == 0:
-      note.pop("sum")
-      self._describe(step, note)
-      for item in self.directory.iterdir():
-        if item.name.startswith(f"{step}-") and not item.name.startswith(f"{step}-{attempt}-"):
-          item.unlink()
-    hosts.meet(f"checkpoint {step} with attachments")
-
-  def attached(self, step: int) -> dict[str, bytes]:
-    """What was attached to a complete checkpoint, by name."""
-    note = read_json(self._note(step))
-    prefix = f"{step}-{note.get('attempt', 0)}-"
-    names = [name for name in note["files"] if name.startswith(prefix)]
-    return {name.removeprefix(prefix): (self.directory / name).read_bytes() for name in names}
+    if hosts.index() == 0 and metric is not None and step in self.steps():
+      note = read_json(self._note(step))
+      if note["metric"] is None:
+        note.pop("sum")
+        self._seal(step, note | plain_value({"metric": metric}))
 
   def restore(self, target: Any, step: int | None = None) -> tuple[int, Any, dict] | None:
     """(step, state, record) of a checkpoint, the newest by default, in the shapes and shardings of `target`; None where
@@ -184,31 +167,32 @@ class Checkpoints:
       try:
         self.finish()
       except Exception:
-        if kind is None:  # else the first error is the one to tell
+        if kind is None or issubclass(kind, Preempted):  # else the first error is the one to tell
           raise
     elif self._thread is not None:
       self._thread.join(ALONE)
 
   def _describe(self, step: int, note: dict) -> None:
     """Writes the record: from here on the step counts."""
-    note["files"] = {str(f.relative_to(self.directory)): _of_file(f) for f in self._files(step, note)}
+    note["files"] = {str(f.relative_to(self.directory)): _of_file(f) for f in self._files(step)}
+    self._seal(step, note)
+
+  def _seal(self, step: int, note: dict) -> None:
     write_json(self._note(step), note | {"sum": _sum(note)})
 
   def _sweep(self, kept: list[int]) -> None:
     """Removes what does not belong to the steps in `kept`; records go first, so that no step is ever half there."""
     names = {str(step) for step in kept}
     for item in sorted(self.directory.iterdir(), key=lambda item: item.suffix != ".json"):
-      owner = item.stem if item.suffix == ".json" else item.name.partition("-")[0]
-      if owner not in names:
+      if (item.stem if item.suffix == ".json" else item.name) not in names:
         item.rmtree() if item.is_dir() else item.unlink()
 
   def _note(self, step) -> epath.Path:
     return self.directory / f"{step}.json"
 
-  def _files(self, step, note) -> list[epath.Path]:
-    """Every file of a step but its record, sorted; what another attempt to attach something left is none of it."""
-    attached = [f for f in self.directory.iterdir() if f.name.startswith(f"{step}-{note.get('attempt', 0)}-")]
-    return sorted(_files(self.directory / str(step)) + attached)
+  def _files(self, step) -> list[epath.Path]:
+    """Every file of a step but its record, sorted."""
+    return sorted(_files(self.directory / str(step)))
 
   def _fault(self, step) -> str | None:
     """What is wrong with a checkpoint, as far as that can be seen without reading its large files."""
@@ -219,7 +203,7 @@ class Checkpoints:
       expected = note["files"]
     except (ValueError, KeyError, TypeError, AttributeError):
       return "its record cannot be read"
-    found = {str(f.relative_to(self.directory)): f for f in self._files(step, note)}
+    found = {str(f.relative_to(self.directory)): f for f in self._files(step)}
     wrong = sorted(expected.keys() ^ found.keys())
     wrong += [name for name in sorted(expected.keys() & found.keys()) if expected[name] != _of_file(found[name])]
     return f"{len(wrong)} of {len(expected)} files differ from their sums, first {wrong[0]}" if wrong else None

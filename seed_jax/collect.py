@@ -38,9 +38,8 @@ def run_collect(run: Run) -> dict:
           episodes = [Episode(task, group, member) for group, task in enumerate(part) for member in range(c.samples)]
           trajectories = plays(number, engine, pool, episodes, params, on_episode=lambda t: bar.update(1))
           save_trajectories(str(place), trajectories)
-        plays.used(number)
+        plays.drop_before(number + 1)
         done += trajectories
-  plays.done()
   won = float(np.mean([t.won for t in done]))
   valid = float(np.mean([turn.valid for t in done for turn in t.turns]))
   failed = sum(bool(t.error) for t in done)
@@ -48,7 +47,7 @@ def run_collect(run: Run) -> dict:
     f"collect: {len(done)} episodes, success {won:.1%}, valid actions {valid:.1%}"
     + (f", {failed} broke off" if failed else "")
   )
-  return run.finish(
+  summary = run.finish(
     "collect",
     {
       "episodes": len(done),
@@ -60,6 +59,8 @@ def run_collect(run: Run) -> dict:
       "seconds": time.monotonic() - started,
     },
   )
+  plays.done()
+  return summary
 
 
 def load_collected(run: Run):

@@ -200,6 +200,7 @@ def _finish(own: Run, stages: Sequence[str]) -> None:
   """Runs the stages that are left, and lets go of what they compiled."""
   own.open()
   for stage in own.plan(stages):
+    own.notice.meet()
     getattr(importlib.import_module(f"seed_jax.{stage}"), f"run_{stage}")(own)
     gc.collect()
     jax.clear_caches()  # the next arm has programs of its own; those that it shares lie in the cache on disk

@@ -18,6 +18,7 @@ from seed_jax.intervals import summarize
 from seed_jax.metrics import is_writer, plain_value, read_rows, say, write_text
 from seed_jax.rollout import Episode
 from seed_jax.run import ConfigError, Run
+from seed_jax.unfinished import Plays
 
 KEYS = 1 << 30  # added to the iteration in the sampling keys of a panel: no training episode has such a number
 COUNTED = ("episodes", "environment_steps", "tokens_sampled", "tokens_trained", "seconds")
@@ -38,11 +39,12 @@ def panel_tasks(run: Run, training: Sequence[Task]) -> list[Task]:
 
 def metric_of(name: str, row: Mapping[str, float], curve: Curve, iteration: int) -> float | None:
   """What config.checkpoint.best_metric names, higher being better: a field of the training row, or SPLIT/FIELD of the
-  panel's row after so many iterations, where the panel of that split was played. None where there is no such number.
+  panel's row after so many iterations, where the panel of that split was played. None where there is no such number,
+  or no row. Raises ConfigError where the row has no such field.
   """
   split, slash, field = name.rpartition("/")
   value = curve.value(iteration, field) if slash and split == curve.panel.split else row.get(name)
-  if not slash and name and name not in row:
+  if not slash and name and row and name not in row:
     raise ConfigError(f"config.checkpoint.best_metric={name} is no column of metrics.jsonl; there are {', '.join(row)}")
   return None if value is None else float(value)
 
@@ -71,6 +73,7 @@ class Curve:
     self.panel = run.config.train.panel
     self.counts = dict.fromkeys(COUNTED, 0) | dict(counts or {})
     self.seconds = 0.0  # of the panels that this process played
+    self.plays = Plays(run, "panel")
     self._run, self._last = run, run.config.train.iterations
     self._path = run.workdir / "curve.jsonl"
     self._rows, self._tasks = [], []
@@ -101,29 +104,29 @@ class Curve:
     """
     if not self.due(iteration):
       return
-    started = time.monotonic()
+    started, seconds_before = time.monotonic(), self.seconds
     engine.set_params(params)
     episodes = [
       Episode(task, group, member, self._skill)
       for group, task in enumerate(self._tasks)
       for member in range(self.panel.samples)
     ]
-    trajectories = self._run.play(
-      engine, pool, episodes, iteration=KEYS + iteration, temperature=self.panel.temperature
-    )
+    options = dict(iteration=KEYS + iteration, temperature=self.panel.temperature)
+    try:
+      trajectories = self.plays(iteration, engine, pool, episodes, params, **options)
+    finally:  # also of a panel that is cut short
+      self.seconds = seconds_before + time.monotonic() - started
     engine.take_stats()  # tokens of the panel are no tokens of training
     played = [t for t in trajectories if not t.error]
     found = summarize((t.task_id, t.family, t.won) for t in played)
-    seconds = time.monotonic() - started
     self._rows.append(
       {"iteration": iteration}
       | {name: found[name] for name in ("success", "macro")}
       | self.counts
-      | {"errors": len(trajectories) - len(played), "panel_seconds": seconds}
+      | {"errors": len(trajectories) - len(played), "panel_seconds": self.seconds - seconds_before}
       | {name: found[name] for name in ("families", "outcomes")}
     )
     self._write()
-    self.seconds += seconds
     say(f"train: {found['success']:.1%} of {len(played)} panel episodes after {iteration} iterations")
 
   def _write(self) -> None:

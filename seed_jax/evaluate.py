@@ -32,8 +32,9 @@ def run_evaluate(run: Run) -> dict:
   }
   if e.mechanism_tasks:
     values["mechanism"] = run_mechanism(run, plays=plays)
+  values = run.finish("evaluate", values | {"seconds": time.monotonic() - started})
   plays.done()
-  return run.finish("evaluate", values | {"seconds": time.monotonic() - started})
+  return values
 
 
 def evaluate_policy(run: Run, name: str, number: int = 0, plays: Plays | None = None) -> dict:

@@ -9,6 +9,7 @@ SEED_JAX_TRACEBACK=1) shows where it was raised.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -78,7 +79,11 @@ def work(values: flags.FlagValues) -> None:
     raise UsageError("the stage compare runs on one host; start each of its arms as a run of its own")
   run_module.set_up_jax(cache_folder())
   # signals are caught until all hosts have come to the end, of a run that was asked to stop too
-  with preemption.watch(preemption.Notice()) as notice, preemption.on_preempted(hosts.finish):
+  with (
+    contextlib.ExitStack() as stack,
+    preemption.watch(preemption.Notice()) as notice,
+    preemption.on_preempted(hosts.finish),
+  ):
     options = dict(plain=values.plain, resume_from=values.resume_from, notice=notice)
     if "preflight" in stages:  # for chips that are not here: no mesh, and no stage that needs one
       if stages != ["preflight"] or not values.topology:
@@ -88,6 +93,9 @@ def work(values: flags.FlagValues) -> None:
       run = Preflight(values.config, values.workdir, topology=values.topology, **options)
     else:
       run = run_module.Run(values.config, values.workdir, **options)
+    if not set(stages) <= {"preflight", "report"}:  # which may look on while another process trains
+      run.check()
+      stack.enter_context(run_module.held(run.workdir))
     hosts.first_then_others("the work directory", run.open)
     left = run.plan(stages)
     say(run.headline(values.config_path, stages, left))

@@ -41,6 +41,7 @@ from seed_jax.workdir import (  # noqa: F401  (re-exported)
   START_STAGES,
   ConfigError,
   Workdir,
+  held,
   resolve_model,
 )
 

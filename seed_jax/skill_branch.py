@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 
 from seed_jax import hosts, library, retrieval, skill_log, skill_quality, skill_sources
-from seed_jax.annotate import make_analyzer
+from seed_jax.annotate import analyses, make_analyzer
 from seed_jax.engine import Engine
 from seed_jax.library_stage import FILE as LIBRARY
 from seed_jax.library_stage import run_library
@@ -92,7 +92,7 @@ class SkillBranch:
       return found
     if self._analyzer is not None:
       readable = [t for t in trajectories if t.turns and not t.error]
-      texts = hosts.from_first("the analyses", lambda: self._analyzer.analyze(readable))
+      texts = analyses(self.run, self._analyzer, readable)
       for t, text in zip(readable, texts, strict=True):
         t.analysis = text or ""
     return self.run.parse(trajectories)

@@ -49,7 +49,7 @@ def fit(
   step = start
 
   def save():
-    """The state as it is before update `step` (counted from 0)."""
+    """The state as it is before update `step` (counted from 0), after the last one where there is none."""
     if checkpoints.newest != step:
       checkpoints.save(step, state, {"curve": curve, "losses": jax.device_get(losses)})
 
@@ -79,6 +79,8 @@ def fit(
           point["validation"] = evaluate_loss(run, model, state.params, validation, shapes)
         curve.append(point)
         losses = []
+    step = len(plan)
+    save()  # what the stage does with these parameters may be cut short
   return state.params, curve
 
 

@@ -6,14 +6,13 @@ Shapes: Q tasks of an iteration, N episodes of a task, B rows, R response tokens
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seed_jax import batching, credit, hosts, instruments, learn, methods, optimizer, preemption, relatives, update
+from seed_jax import batching, credit, instruments, learn, methods, optimizer, preemption, relatives, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.credit import kept_groups
 from seed_jax.curve import Curve, metric_of
@@ -21,11 +20,11 @@ from seed_jax.metrics import CompileCounter, Timer, Writer, keep_examples, progr
 from seed_jax.profiling import Profiler, timed_play
 from seed_jax.regrade import Regrade
 from seed_jax.replay_buffer import Replay
-from seed_jax.requests import Stats
 from seed_jax.rollout import Episode
+from seed_jax.rollout_metrics import engine_metrics, episode_metrics
 from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
-from seed_jax.unfinished import Unfinished
+from seed_jax.unfinished import Plays, policy_of
 from seed_jax.update import LossConfig, MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
@@ -67,7 +66,7 @@ def run_train(run: Run) -> dict:
     return (state, *more) if more else state
 
   found = checkpoints.restore(kept(params), run.resume_step("train"))
-  first, seconds_before, counts, unfinished = 0, 0.0, None, Unfinished()
+  first, seconds_before, counts = 0, 0.0, None
   if found:
     first, restored, record = found
     state, *more = restored if isinstance(restored, tuple | list) else (restored,)
@@ -75,10 +74,9 @@ def run_train(run: Run) -> dict:
     if regrade.reward_model is not None:
       regrade.reward_model.state = more.pop()
     seconds_before, counts = record["seconds"], record["counts"]
-    unfinished = Unfinished(checkpoints.attached(first))
     checkpoints.drop_after(first)
     say(f"train: resumed at iteration {first} of {c.iterations}")
-  done = first  # iterations whose update is in `state`
+  done, row = first, {}  # iterations whose update is in `state`, and the metrics of the last one
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
@@ -88,6 +86,7 @@ def run_train(run: Run) -> dict:
     raise ConfigError(
       f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
     )
+  plays = Plays(run, "train")
   curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
   branch = SkillBranch(run, method, params, resume=first)
   replay = Replay(run, scoring, shapes, resume=first)
@@ -107,8 +106,8 @@ def run_train(run: Run) -> dict:
         for group, task in enumerate(tasks, start)
         for member in range(c.group_size)
       ]
-      options = dict(iteration=key, reading=branch.reading, on_idle=on_idle, finished=unfinished.round(key, episodes))
-      played = timed_play(timer, run.play, engine, pool, episodes, **options)
+      options = dict(iteration=key, reading=branch.reading, on_idle=on_idle)
+      played = timed_play(timer, plays, key, engine, pool, episodes, params, **options)
       everything += played
       if method.group_filter is not None:
         with jax.set_mesh(run.mesh):  # as it was compiled
@@ -118,25 +117,29 @@ def run_train(run: Run) -> dict:
         break
     kept = kept[: c.tasks_per_iteration * c.group_size]
     log = episode_metrics(everything) | engine_metrics(engine.take_stats())
-    log["tokens_sampled"] += unfinished.take_tokens()
+    log["tokens_sampled"] += plays.take_tokens()
     return kept, log | {"episodes_kept": len(kept)}
 
   def seconds_so_far():
     return seconds_before + time.monotonic() - started - curve.seconds
 
-  def save(metric=None):
+  def save():
     record = {"seconds": seconds_so_far(), "method": method.name, "counts": curve.counts}
-    checkpoints.save(done, kept(behaviour), record, metric=metric)
+    before = checkpoints.newest
+    checkpoints.save(done, kept(behaviour), record, metric=metric_of(often.best_metric, row, curve, done))
+    if before is not None:  # it is on disk by now: a run goes on from there or from here
+      plays.drop_before(before * c.max_generations)
+      curve.plays.drop_before(before)
 
   def stop():
-    """The run was asked to stop: all of `state`, and what has been played of the iteration under way."""
-    if checkpoints.newest != done:
+    """The run was asked to stop: a checkpoint of `state`. What was played since then is kept by `plays`."""
+    if done and checkpoints.newest != done:
       save()
-    if done == c.iterations:
+    if first < done == c.iterations:
       keep_examples(run.workdir, trajectories, split=c.split, iteration=done)
-    unfinished.drop_before(done * c.max_generations)
-    checkpoints.attach(done, unfinished.to_files())
-    say(f"train: stopped after {done} of {c.iterations} iterations, {unfinished.count()} episodes of the next are kept")
+    for each in (plays, curve.plays):
+      each.wait()
+    say(f"train: stopped after {done} of {c.iterations} iterations")
 
   def on_mesh(function):
     def call():
@@ -164,6 +167,7 @@ def run_train(run: Run) -> dict:
     return relatives.linear_decay(iteration, start=loss.transform_coef, iterations=loss.transform_decay)
 
   engine.set_params(params)
+  policy_of(params)  # compiles it
   learning = []
   if method.trains:
     count = c.minibatches if method.replay is None else max(c.minibatches, 2)  # replayed ones are scored as later ones
@@ -195,10 +199,10 @@ def run_train(run: Run) -> dict:
       curve.point(first, engine, pool, state.params)
       if c.async_level and first < c.iterations:
         ahead = sample(first, behaviour)
+    checkpoints.weigh(first, metric_of(often.best_metric, row, curve, first))  # whose panel had been cut short
     for iteration in range(first, c.iterations if method.trains else 0):
       tick = time.monotonic()
       profiler.begin(iteration)
-      unfinished.drop_before(iteration * c.max_generations)
 
       with run.notice.apart():  # of other processes, which may be faster or slower
         # ---- 1. episodes by the current policy, which reads each one as soon as it has ended and writes its skill
@@ -234,8 +238,11 @@ def run_train(run: Run) -> dict:
           log |= instruments.measure(state.params, params, minibatches, scoring, tied=tied, **where)
 
       # ---- 4. what the updates cannot compute themselves: the skill context, the reference, the later mini-batches
+      run.notice.meet("the scoring")
       with timer("score"), jax.set_mesh(run.mesh):
         minibatches = jax.block_until_ready(learn.score_all(minibatches, state.params, reference, scoring, teacher))
+      run.notice.meet("the update")  # which gives `state` away
+      plays.wait()  # and may be killed: then these episodes are there
       if branch.keeps:
         log |= branch.keep(trajectories, learn.skill_pairs(minibatches, parts, shapes), iteration + 1)
       with timer("score"), jax.set_mesh(run.mesh):
@@ -256,14 +263,14 @@ def run_train(run: Run) -> dict:
 
       # ---- 6. what happened
       log |= timer.take() | {"compilations": compiles.take(), "seconds": time.monotonic() - tick}
-      writer.write(iteration + 1, log)  # counted from 1: the number of iterations done
+      done, row = iteration + 1, log
+      writer.write(done, row)  # counted from 1: the number of iterations done
       bar.update(1, success=log["success"], gate=log.get("gate_mean", 0.5))
       curve.count(log)
-      done = iteration + 1
       with run.notice.apart():
         curve.point(done, engine, pool, state.params)
       if done % often.every == 0 and done < c.iterations:
-        save(metric_of(often.best_metric, log, curve, done))
+        save()
       if log["skipped"] and not np.isfinite(log["grad_norm"]):
         say(f"train: iteration {iteration} had gradients that are not finite; its update was skipped")
 
@@ -275,7 +282,10 @@ def run_train(run: Run) -> dict:
   if first < c.iterations:  # else they were kept when the run was stopped
     keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
   best = {"best": checkpoints.best()} if often.keep_best else {}  # (metric, iteration), best first
-  return run.finish("train", _summary(run, method, start_from, seconds_so_far()) | best)
+  summary = run.finish("train", _summary(run, method, start_from, seconds_so_far()) | best)
+  for each in (plays, curve.plays):
+    each.done()
+  return summary
 
 
 def loss_config(config) -> LossConfig:
@@ -291,26 +301,6 @@ def iteration_tasks(tasks, iteration: int, count: int, seed: int):
   return [tasks[i] for i in order[place * count : (place + 1) * count]]
 
 
-def episode_metrics(trajectories) -> dict[str, float]:
-  """Means over the episodes of an iteration that were played to their end; how many were not."""
-  played = [t for t in trajectories if not t.error]
-  turns = [turn for t in played for turn in t.turns]
-  groups: dict[int, list[bool]] = {}
-  for t in played:
-    groups.setdefault(t.group, []).append(t.won)
-  return {
-    "episodes": len(trajectories),
-    "environment_steps": sum(t.length for t in trajectories),
-    "success": float(np.mean([t.won for t in played])) if played else 0.0,
-    "return": float(np.mean([t.episode_return for t in played])) if played else 0.0,
-    "turns": float(np.mean([t.length for t in played])) if played else 0.0,
-    "valid_actions": float(np.mean([turn.valid for turn in turns])) if turns else 0.0,
-    "response_tokens": float(np.mean([len(turn.response_ids) for turn in turns])) if turns else 0.0,
-    "tied_groups": float(np.mean([len(set(g)) == 1 for g in groups.values()])) if groups else 0.0,
-    "errors": float(len(trajectories) - len(played)),
-  }
-
-
 @jax.jit
 def copied(params):
   """The same parameters in buffers of their own."""
@@ -324,18 +314,6 @@ def warm_up(programs, run: Run) -> None:
       run.notice.meet(f"the program {name!r}")
       compile_it()
       bar.update(1)
-
-
-def engine_metrics(stats) -> dict[str, float]:
-  """What an iteration asked of the engines of all hosts."""
-  stats = Stats(**hosts.totals("the counters of the engines", dataclasses.asdict(stats)))
-  return {
-    "tokens_sampled": stats.tokens_sampled,
-    "tokens_prefilled": stats.tokens_prefilled,
-    "tokens_reused": stats.tokens_reused,
-    "decode_steps": stats.decode_steps,
-    "slot_utilisation": stats.utilisation,
-  }
 
 
 def _summary(run, method, start_from, seconds) -> dict:

@@ -1,16 +1,24 @@
-"""Episodes that had ended when a run was stopped in the middle of a rollout: how they are kept, and found again.
+"""Episodes that have ended and are still needed: kept in the work directory, found again by the run that goes on.
 
-A line of JSON an episode: {"round": the number of the play that it belongs to, "policy": who played, "read": tokens
-sampled for its analysis, null where there is none yet, "trajectory": the episode}. An episode is known by its round,
-policy, task, group and member; one that broke off is not kept but played again. Samples are keyed by (seed, iteration,
-task, member, turn, token), so the episodes that were under way come out as they would have.
+DIR/unfinished/<stage>/<play>-<host>.gz holds what a host knows of one play, a rollout or a panel. Its first line is
+{"policy": who played, "read": for each episode the tokens sampled for its analysis, null where there is none yet}, and
+each further one an episode (`trajectory.to_json`). gzip's own sum tells a file that is damaged; it counts as absent.
+
+An episode is known by its play, policy, task, group and member, the policy by the bits of its parameters: a run that
+goes on with other parameters plays anew. One that broke off is not kept. Samples are keyed by (seed, iteration, task,
+member, turn, token), so the episodes that were under way come out as they would have.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+import threading
+import zlib
+from collections.abc import Sequence
 
 import jax
 
@@ -24,104 +32,129 @@ from seed_jax.rollout import Episode, Finished
 from seed_jax.run import Run
 from seed_jax.trajectory import Trajectory
 
-FOLDER = "unfinished"  # of a work directory: stages other than `train`, whose checkpoints hold their episodes
-
-
-class Unfinished:
-  """The episodes that have ended, of the rounds that have not been used up."""
-
-  def __init__(self, files: Mapping[str, bytes] | None = None):
-    """`files` are those of `to_files`, of all processes. Raises ValueError for a line that is no episode."""
-    self._rounds: dict[int, tuple[str, Finished]] = {}
-    self._found: dict[tuple, tuple[Trajectory, int | None]] = {}
-    self._tokens = 0
-    for line in b"".join((files or {}).values()).splitlines():
-      row = json.loads(line)
-      t = trajectory.from_json(row["trajectory"])
-      self._found[row["round"], row["policy"], t.task_id, t.group, t.member] = t, row["read"]
-
-  def round(self, number: int, episodes: Sequence[Episode], policy: str = "") -> Finished:
-    """What a `play` of these episodes is to be given: those of them that had ended before, to which it adds."""
-    _, out = self._rounds.setdefault(number, (policy, Finished()))
-    for place, e in enumerate(episodes):
-      found, read = self._found.pop((number, policy, e.task.id, e.group, e.member), (None, None))
-      if found is not None:
-        out.trajectories[place] = found
-        self._tokens += found.response_tokens + (read or 0)
-        if read is not None:
-          out.read[place] = read
-    return out
-
-  def take_tokens(self) -> int:
-    """Tokens that another process sampled for the episodes of `round`, since the last call."""
-    taken, self._tokens = self._tokens, 0
-    return taken
-
-  def drop_before(self, number: int) -> None:
-    """Rounds with smaller numbers are used up."""
-    self._rounds = {n: entry for n, entry in self._rounds.items() if n >= number}
-    self._found = {key: entry for key, entry in self._found.items() if key[0] >= number}
-
-  def count(self) -> int:
-    """Episodes that `to_files` keeps."""
-    return len(self._kept())
-
-  def to_files(self) -> dict[str, bytes]:
-    """The episodes of this process, as one file by name: also those that were read and that no `round` has asked for
-    yet, for a run may be stopped again before it does.
-    """
-    lines = [
-      json.dumps({"round": number, "policy": policy, "read": read, "trajectory": trajectory.to_json(t)}) + "\n"
-      for number, policy, t, read in self._kept()
-    ]
-    return {f"episodes-{hosts.index()}.jsonl": "".join(lines).encode()}
-
-  def _kept(self) -> list[tuple[int, str, Trajectory, int | None]]:
-    """(round, policy, episode, tokens of its analysis) of all that is kept."""
-    waiting = [(number, policy, t, read) for (number, policy, *_), (t, read) in self._found.items()]
-    return waiting + [
-      (number, policy, t, finished.read.get(place))
-      for number, (policy, finished) in sorted(self._rounds.items())
-      for place, t in sorted(finished.trajectories.items())
-      if not t.error
-    ]
+FOLDER = "unfinished"  # of a work directory
+_NAME = re.compile(r"\.?(\d+)-\d+\.gz")  # with a dot in front: half written
 
 
 class Plays:
-  """The plays of a stage that trains nothing. Where the run is asked to stop, the episodes that have ended go into
-  DIR/unfinished/<stage>, and the same plays go on with them.
+  """The plays of a stage, by their numbers. Whatever ends this process, once a play is over (and `wait` has returned)
+  its episodes are there for the next one; where a play is cut short by a notice or an error, those that have ended by
+  then.
   """
 
   def __init__(self, run: Run, stage: str):
     self.run, self.stage, self._place = run, stage, run.workdir / FOLDER / stage
-    there = self._place.iterdir() if self._place.exists() else ()
-    self._unfinished = Unfinished({f.name: f.read_bytes() for f in there})
+    self._there = sorted(f.name for f in self._place.iterdir()) if self._place.exists() else []
+    self._writing: threading.Thread | None = None
+    self._tokens = 0
 
   def __call__(
     self, number: int, engine: Engine, pool: Pool, episodes: Sequence[Episode], params, **options
   ) -> list[Trajectory]:
-    """`run.play`, the play `number` of the stage, by a policy `params`, which the engine has."""
-    # the episodes depend on the policy, and the policy's folder may be another one by now
-    sums = [int(x) for x in jax.device_get(array_sums(params))]
-    policy = hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
-    finished = self._unfinished.round(number, episodes, policy)
+    """`run.play`, the play `number` of the stage, by a policy `params`, which the engine has. All hosts call it."""
+    policy = policy_of(params)
+    finished = self._found(number, policy, episodes)
+    before = len(finished.trajectories), len(finished.read)
     for t in finished.trajectories.values():
       options.get("on_episode", lambda _: None)(t)
     try:
-      with self.run.notice.apart():
-        return self.run.play(engine, pool, episodes, finished=finished, **options)
-    except Preempted:
-      self._place.mkdir(parents=True, exist_ok=True)
-      for file, data in self._unfinished.to_files().items():
-        (self._place / file).write_bytes(data)
-      say(f"{self.stage}: stopped, {self._unfinished.count()} finished episodes are kept")
+      played = self.run.play(engine, pool, episodes, finished=finished, **options)
+    except BaseException as error:  # a notice above all; but also where another host is gone
+      self.wait()
+      self._write(number, policy, finished)
+      if not isinstance(error, Preempted):
+        raise
+      own = " of this host" if hosts.several() else ""
+      say(f"{self.stage}: stopped, {len(finished.trajectories)} finished episodes{own} are kept")
       raise
+    self.wait()
+    if before != (len(finished.trajectories), len(finished.read)):
+      # an analysis that comes later from somebody else may or may not get into the file: it will be asked for again
+      self._writing = threading.Thread(target=self._write, args=(number, policy, finished), daemon=hosts.several())
+      self._writing.start()
+    return played
 
-  def used(self, number: int) -> None:
-    """What the plays up to this one gave is kept elsewhere."""
-    self._unfinished.drop_before(number + 1)
+  def wait(self) -> None:
+    """Returns when the last play is on disk."""
+    if self._writing is not None:
+      self._writing.join()
+      self._writing = None
+
+  def take_tokens(self) -> int:
+    """Tokens that another process sampled for episodes that were found, since the last call."""
+    taken, self._tokens = self._tokens, 0
+    return taken
+
+  def drop_before(self, number: int) -> None:
+    """Plays with smaller numbers are used up."""
+    self.wait()
+    if is_writer() and self._place.exists():
+      for item in self._place.iterdir():
+        found = _NAME.match(item.name)
+        if found and int(found[1]) < number:
+          item.unlink(missing_ok=True)
 
   def done(self) -> None:
-    """The stage is over, and its files go."""
+    """The stage is over, and its files go. All hosts call it."""
+    self.wait()
+    hosts.meet(f"the end of the plays of {self.stage}")
     if is_writer() and self._place.exists():
       self._place.rmtree()
+      with contextlib.suppress(OSError, ValueError):  # another stage is not over: epath has an error of its own
+        self._place.parent.rmdir()
+
+  # ---- files
+
+  def _found(self, number: int, policy: str, episodes: Sequence[Episode]) -> Finished:
+    """Those of these episodes that ended in a process before this one."""
+    places = {(e.task.id, e.group, e.member): place for place, e in enumerate(episodes)}
+    out = Finished()
+    for name in self._there:
+      if name.startswith(f"{number}-") and _NAME.fullmatch(name):
+        for read, t in self._read(name, policy):
+          place = places.get((t.task_id, t.group, t.member))
+          if place is not None and place not in out.read:  # of two files one may have its analysis
+            out.trajectories[place] = t
+            if read is not None:
+              out.read[place] = read
+    self._tokens += sum(t.response_tokens for t in out.trajectories.values()) + sum(out.read.values())
+    return out
+
+  def _read(self, name: str, policy: str) -> list[tuple[int | None, Trajectory]]:
+    """(tokens of its analysis, episode) of all that are in a file of this policy."""
+    try:
+      head, *lines = gzip.decompress((self._place / name).read_bytes()).decode().split("\n")
+      head = json.loads(head)
+      if head["policy"] != policy:
+        return []
+      return list(zip(head["read"], map(trajectory.from_json, lines), strict=True))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+      say(f"warning: {self._place / name} cannot be read ({error}); its episodes are played again")
+      return []
+
+  def _write(self, number: int, policy: str, finished: Finished) -> None:
+    """One file, there as a whole or not at all. Without it the run goes on: it only spares the next one work."""
+    kept = [(finished.read.get(place), t) for place, t in sorted(finished.trajectories.items()) if not t.error]
+    path = self._place / f"{number}-{hosts.index()}.gz"
+    if not kept:
+      return
+    try:
+      head = json.dumps({"policy": policy, "read": [read for read, _ in kept]})
+      data = gzip.compress("\n".join([head, *(trajectory.to_json(t) for _, t in kept)]).encode(), 1, mtime=0)
+      self._place.mkdir(parents=True, exist_ok=True)
+      if "://" in str(path):  # an object appears as a whole
+        path.write_bytes(data)
+      else:
+        half = self._place / f".{path.name}"
+        half.write_bytes(data)
+        half.replace(path)
+    except Exception as error:  # storage has many types for it
+      say(
+        f"warning: {path} was not written ({type(error).__name__}: {error}); a run that is stopped now plays it again"
+      )
+
+
+def policy_of(params) -> str:
+  """A digest of the bits of a policy, however it is sharded."""
+  sums = [int(x) for x in jax.device_get(array_sums(params))]
+  return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Iterator, Sequence
 
 import jax
 from etils import epath
@@ -21,6 +26,7 @@ START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # wh
 
 # what may change from command to command: the arms of a comparison have configs of their own, a profile changes
 # nothing, and a preflight only predicts
+LOCK = ".lock"  # in a work directory; holds who works there, or did last
 FREE = {"compare": None, "profile": None, "preflight": None}
 
 
@@ -59,7 +65,7 @@ class Workdir:
     theirs = read_json(path) if path.exists() else {}
     differences = _differences(ours | FREE, theirs | FREE) if theirs else []
     if differences and (
-      hosts.index() or {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json"}
+      hosts.index() or {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json", LOCK}
     ):
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
@@ -158,6 +164,35 @@ class Workdir:
       found = read_json(other / f"{stage}.json", None)
       if found is not None and self.done(stage) is None:
         write_json(self.workdir / f"{stage}.json", found | {"start": str(other)})
+
+
+@contextlib.contextmanager
+def held(folder: epath.PathLike) -> Iterator[None]:
+  """No other process can hold the folder, a work directory, as long as the context lasts. Of several hosts the first
+  one holds it for all.
+
+  The kernel keeps the lock (flock) and gives it back when the process ends, however it ends: none is ever left over.
+  Object storage has no such lock, and a file system without one does as well. Raises ConfigError, which says who holds
+  it.
+  """
+  if hosts.index() or "://" in str(folder):
+    yield
+    return
+  os.makedirs(folder, exist_ok=True)
+  with open(os.path.join(folder, LOCK), "a+", encoding="utf-8") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      who = file.read(200).strip() or "another process"
+      told = f"{folder} is in use by {who}; stop that one or wait for it, or choose another --workdir"
+      raise ConfigError(told) from None
+    except OSError:  # there are no locks here
+      pass
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T %Z')}\n")
+    file.flush()
+    yield
 
 
 def resolve_model(path: str) -> str:

@@ -13,6 +13,7 @@ import fake_store
 import pytest
 
 from seed_jax import analyzers, skills
+from seed_jax.preemption import Notice, Preempted
 
 SKILL = "Heat the potato before you carry it to the table."
 ANSWER = json.dumps({"episode_summary": "The potato stayed cold.", "episode_skill": SKILL})
@@ -441,6 +442,54 @@ analyzer.analyze([t.Episode(i) for i in range(20)])
   analyzer = external(endpoint, cache_dir=tmp_path)
   assert asked < 20 and analyzer.analyze([Episode(i) for i in range(20)]) == [ANSWER] * 20
   assert analyzer.counters.cache_hits >= 5 and len(endpoint.bodies) <= 20 + 2  # two were in flight
+
+
+class Stopped(Exception):
+  pass
+
+
+def test_a_run_that_is_asked_to_stop_keeps_the_answers_that_came_and_asks_others_later(serve, tmp_path, monkeypatch):
+  """One request of three under way never ends, and one ends a moment later: the first is left, the other awaited."""
+  monkeypatch.setattr(analyzers, "LAST", 1.0)
+  over = threading.Event()
+
+  def script(number, body):
+    if number == 6:
+      over.wait(30)
+    time.sleep(0.3 * (number == 5))
+    return 200, {}, chat(ANSWER)
+
+  endpoint, calls = serve(script), []
+
+  def between():
+    calls.append(len(endpoint.bodies))
+    if calls[-1] >= 7:
+      raise Stopped
+
+  began = time.monotonic()
+  with pytest.raises(Stopped):
+    external(endpoint, cache_dir=tmp_path, concurrency=3, timeout=60.0).analyze(
+      [Episode(i) for i in range(12)], between=between
+    )
+  assert time.monotonic() - began < 10 and calls[0] <= 1
+  kept = len(list(tmp_path.rglob("*.json")))
+  assert 6 <= kept < len(endpoint.bodies) <= 9
+  over.set()
+  analyzer = external(endpoint, cache_dir=tmp_path)
+  assert analyzer.analyze([Episode(i) for i in range(12)]) == [ANSWER] * 12 and analyzer.counters.cache_hits >= kept
+
+
+def test_a_script_stops_between_two_episodes():
+  seen, notice = [], Notice()
+
+  def script(task, steps, won):
+    seen.append(task)
+    if len(seen) == 2:
+      notice.give("a test")
+
+  with pytest.raises(Preempted):
+    analyzers.ScriptedAnalyzer(script).analyze([Episode(i) for i in range(5)], between=notice.check)
+  assert seen == ["task 0", "task 1"]
 
 
 # ---- settings

@@ -8,6 +8,7 @@ import pytest
 
 from seed_jax import checkpoint, sharding
 from seed_jax.checkpoint import CheckpointError, Checkpoints, same
+from seed_jax.preemption import Preempted
 
 
 def state(scale=1.0):
@@ -163,6 +164,9 @@ def test_what_goes_wrong_while_it_is_written_is_told_at_the_next_call(tmp_path, 
     with pytest.raises(KeyError), checkpoints:  # the first error is the one that is told
       checkpoints.save(3, state(3), {})
       raise KeyError
+    with pytest.raises(OSError, match="the disk is full"), checkpoints:  # nobody may believe that nothing is lost
+      checkpoints.save(3, state(3), {})
+      raise Preempted
   assert checkpoints.restore(state())[0] == 1
   with checkpoints:
     checkpoints.save(2, state(2), {})
@@ -179,21 +183,20 @@ def test_the_best_stay_beside_the_newest(tmp_path):
   assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "1.json"]
 
 
-def test_what_is_attached_is_checked_and_goes_with_its_step(tmp_path):
-  checkpoints = Checkpoints(tmp_path, keep=1)
-  save(checkpoints, 1, state(), {"a": 1})
-  assert checkpoints.attached(1) == {}
-  checkpoints.attach(1, {"episodes-0.jsonl": b"one\n", "episodes-1.jsonl": b"two\n"})
-  assert checkpoints.attached(1) == {"episodes-0.jsonl": b"one\n", "episodes-1.jsonl": b"two\n"}
-  (tmp_path / "1-2-episodes-0.jsonl").write_bytes(b"ha")  # killed while it was attached
-  assert checkpoints.restore(state())[2] == {"a": 1} and len(checkpoints.attached(1)) == 2
-  checkpoints.attach(1, {"episodes-0.jsonl": b"three\n"})
-  assert checkpoints.attached(1) == {"episodes-0.jsonl": b"three\n"} and checkpoints.restore(state())[0] == 1
-  flip_a_bit(tmp_path / "1-2-episodes-0.jsonl")
-  with pytest.raises(CheckpointError, match="first 1-2-episodes-0.jsonl"):
-    checkpoints.restore(state())
-  save(checkpoints, 11, state(), {})
-  assert sorted(p.name for p in tmp_path.iterdir()) == ["11", "11.json"]
+def test_a_metric_that_is_known_later_counts_as_one_that_was_known(tmp_path):
+  checkpoints = Checkpoints(tmp_path, keep=1, keep_best=1)
+  checkpoints.save(3, state(3), {"a": 1})
+  checkpoints.weigh(3, None)
+  assert checkpoints.best() == []
+  checkpoints.weigh(4, 0.5)  # there is no such step
+  checkpoints.weigh(3, np.float32(0.5))
+  checkpoints.weigh(3, 0.9)  # it has one
+  assert checkpoints.best() == [(0.5, 3)]
+  for step, metric in ((5, 0.25), (6, None)):
+    save(checkpoints, step, state(step), {}, metric=metric)
+  assert checkpoints.steps() == [3, 6]
+  step, found, record = checkpoints.restore(state(), 3)
+  assert same(found, state(3)) and record == {"a": 1}
 
 
 def test_a_number_of_the_record_that_changed_is_seen(tmp_path):

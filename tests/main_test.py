@@ -9,7 +9,7 @@ import urllib.error
 import pytest
 
 from envs import household
-from seed_jax import analyzers, main, methods, run, trajectory
+from seed_jax import analyzers, main, methods, run, trajectory, workdir
 from seed_jax.checkpoint import CheckpointError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -328,6 +328,45 @@ def test_a_run_that_is_asked_to_stop_exits_with_75_and_says_how_to_go_on(monkeyp
   told = capsys.readouterr().err.splitlines()
   assert told[-1] == f"preempted (SIGTERM): nothing is lost; {main.AGAIN}" and not any("error" in t for t in told)
   assert signal.getsignal(signal.SIGTERM) is before
+
+
+HOLDER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("process 7 on there", file=file, flush=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_processes_do_not_share_a_work_directory(monkeypatch, tmp_path, fault, capsys):
+  stages = []
+  stage(monkeypatch, stages.append)
+  (tmp_path / "w").mkdir()
+  command = [sys.executable, "-c", HOLDER, str(tmp_path / "w" / workdir.LOCK)]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+    try:
+      assert other.stdout.readline() == "ready\n"
+      told = fault(*config(tmp_path, "--stages=base"), code=1)
+      place = f"{tmp_path}/w is in use by process 7 on there; "
+      assert told == place + "stop that one or wait for it, or choose another --workdir" and not stages
+      assert not (tmp_path / "w" / "config.json").exists()
+      assert main.cli(["main", *config(tmp_path, "--stages=report")]) == 0  # looks on
+    finally:
+      other.kill()  # and its lock is gone
+  for _ in range(2):  # of one process after the other
+    assert main.cli(["main", *config(tmp_path, "--stages=base")]) == 0
+  assert len(stages) == 3
+  assert f"process {os.getpid()} on " in (tmp_path / "w" / workdir.LOCK).read_text()
+
+
+def test_a_work_directory_in_object_storage_has_no_lock(tmp_path):
+  with workdir.held("gs://bucket/w"), workdir.held("gs://bucket/w"):
+    pass
+  with workdir.held(tmp_path / "w"), pytest.raises(workdir.ConfigError, match="is in use by process"):
+    with workdir.held(tmp_path / "w"):
+      pass
 
 
 def test_what_is_profiled_may_change_within_a_work_directory(monkeypatch, tmp_path, fault):

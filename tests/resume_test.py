@@ -13,7 +13,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-TIMES = ("seconds", "compilations")  # what a row may differ in
+# what a row may differ in: time, and what the engine did for episodes that a later process found
+TIMES = ("seconds", "compilations", "tokens_prefilled", "tokens_reused", "decode_steps", "slot_utilisation")
 
 # Runs the command line, and gets a signal at the `count`-th call of a function, before it or after it.
 KILLER = """
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_the_good_one_it_offers_works(whole):
   shutil.copytree(whole, workdir)
   (workdir / "base.json").unlink()  # as if the stage had been killed near its end
   largest = max(
-    (p for p in (workdir / "checkpoints/base/20").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+    (p for p in (workdir / "checkpoints/base/21").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
   )
   data = bytearray(largest.read_bytes())
   data[len(data) // 2] ^= 1
@@ -137,10 +138,10 @@ def test_a_damaged_checkpoint_is_named_and_the_good_one_it_offers_works(whole):
   refused = start([*command(workdir), "--stages=base"], cache)
   assert refused.returncode == 1
   (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-  assert "checkpoint 20 in " in line and line.endswith("the last good one is 16: add --resume_from=16")
+  assert "checkpoint 21 in " in line and line.endswith("the last good one is 20: add --resume_from=20")
   assert "Traceback" not in refused.stderr
-  went_on = start([*command(workdir), "--stages=base", "--resume_from=16"], cache)
-  assert went_on.returncode == 0 and "base: resumed at update 16 of 21" in went_on.stderr, went_on.stderr
+  went_on = start([*command(workdir), "--stages=base", "--resume_from=20"], cache)
+  assert went_on.returncode == 0 and "base: resumed at update 20 of 21" in went_on.stderr, went_on.stderr
   assert weights(workdir, "base") == weights(whole, "base")
 
 
@@ -177,7 +178,7 @@ def test_a_run_asked_to_stop_again_and_again_ends_in_the_same_bits(whole):
     asked = start([*map(str, stop), "SIGTERM", *command(stopped)], cache, ("-c", KILLER))
     assert asked.returncode == 75, f"{what}: {asked.returncode}\n{asked.stderr}"
     assert asked.stderr.splitlines()[-1].startswith("preempted (SIGTERM): nothing is lost"), asked.stderr
-  assert "16 episodes of the next are kept" in asked.stderr
+  assert (stopped / "unfinished" / "train" / "0-0.gz").exists()
   ended = start([*command(stopped), "--stages=train"], cache)
   assert ended.returncode == 0, ended.stderr
   for name in ("base", "sft", "final"):
@@ -185,4 +186,4 @@ def test_a_run_asked_to_stop_again_and_again_ends_in_the_same_bits(whole):
   for stage in ("base", "collect", "annotate", "sft", "train"):
     one, other = (json.loads((w / f"{stage}.json").read_text()) for w in (whole, stopped))
     assert {**one, "seconds": 0, "compilations": 0} == {**other, "seconds": 0, "compilations": 0}, stage
-  assert not list((stopped / "unfinished").iterdir())
+  assert not (stopped / "unfinished").exists()

@@ -126,7 +126,8 @@ def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeyp
   asked = []
 
   class Analyzer:
-    def analyze(self, trajectories):
+    def analyze(self, trajectories, *, between):
+      between()
       asked.extend(trajectories)
       return ['{"episode_summary": "s", "episode_skill": "heat it"}', None]
 

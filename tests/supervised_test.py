@@ -91,6 +91,14 @@ def test_a_run_that_broke_off_ends_with_the_same_bits(plain, tmp_path, monkeypat
   assert [p["loss"] for p in curve] == pytest.approx([p["loss"] for p in plain[1]], rel=1e-6)
 
 
+def test_a_stage_that_is_stopped_after_its_last_update_repeats_none(tmp_path, monkeypatch, plain):
+  """With updates of two epochs that `save_every` does not divide."""
+  fit(tmp_path)
+  monkeypatch.setattr(batching, "to_batches", lambda *_, **__: pytest.fail("an update is repeated"))
+  params, curve = fit(tmp_path)
+  assert same(params, plain[0]) and curve == plain[1] and curve[-1]["update"] % SECTION.save_every
+
+
 def test_validation_loss_is_the_mean_over_response_tokens(tmp_path):
   made = run(tmp_path)
   params = sharding.put_params(decoder.init(jax.random.key(2), CONFIG), made.mesh)
