@@ -24,7 +24,8 @@ def make_analyzer(run: Run):
   if a.analyzer == "scripted":
     return ScriptedAnalyzer(run.benchmark.analyze)
   if a.analyzer == "external":
-    return ExternalAnalyzer(cache_dir=str(run.workdir / "analyzer_cache"), **a.external.to_dict())
+    options = dict(cache_dir=str(run.workdir / "analyzer_cache"), progress=lambda *_: hosts.advance())
+    return ExternalAnalyzer(**options | a.external.to_dict())
   raise ConfigError(f"config.annotate.analyzer={a.analyzer!r} is unknown; choose scripted or external")
 
 
@@ -33,7 +34,8 @@ def run_annotate(run: Run) -> dict:
   started = time.monotonic()
   trajectories = load_collected(run)
   readable = [t for t in trajectories if t.turns and not t.error]
-  texts = hosts.from_first("the annotations", lambda: make_analyzer(run).analyze(readable))
+  analyzer = make_analyzer(run)
+  texts = hosts.from_first("the annotations", lambda: analyzer.analyze(readable), patience=analyzer.patience)
   parsed = skills.attach_analyses(readable, texts)
   kept = [t for t in readable if t.skill]
   if not kept:

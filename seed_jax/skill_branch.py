@@ -92,7 +92,8 @@ class SkillBranch:
       return found
     if self._analyzer is not None:
       readable = [t for t in trajectories if t.turns and not t.error]
-      texts = hosts.from_first("the analyses", lambda: self._analyzer.analyze(readable))
+      ask = functools.partial(self._analyzer.analyze, readable)
+      texts = hosts.from_first("the analyses", ask, patience=self._analyzer.patience)
       for t, text in zip(readable, texts, strict=True):
         t.analysis = text or ""
     return self.run.parse(trajectories)
