@@ -57,7 +57,8 @@ finish()
 print(json.dumps(sorted(touched)))
 """
 SMALL = {"train.iterations": 2, "checkpoint.every": 2, "evaluate.tasks": 4, "evaluate.mechanism_tasks": 2}
-SMALL |= {"collect.tasks": 4, "collect.samples": 2, "sft.epochs": 1, "train.panel.tasks": 4}
+COMPARED = {"compare.methods": "('seed','grpo')", "compare.seeds": "(0,)", "compare.every": 1, "train.panel.tasks": 4}
+COMPARED |= {"collect.tasks": 4, "collect.samples": 2, "sft.epochs": 1}
 RUNS = {  # name: (method, stages, changes)
   "seed": ("seed", "train,evaluate", {"train.theory_every": 1}),
   "istar": ("istar", "train", {}),  # a reward model is trained along
@@ -69,7 +70,7 @@ RUNS = {  # name: (method, stages, changes)
   "skill_grpo_star": ("skill_grpo_star", "train", {}),  # library text in the prompts of rollouts
   "frozen": ("seed_frozen_analyzer", "train", {}),
   "dapo": ("dapo", "train", {"train.max_generations": 2}),
-  "compare": ("seed", "compare", {"compare.methods": "('seed','grpo')", "compare.seeds": "(0,)", "compare.every": 1}),
+  "compare": ("seed", "compare", COMPARED),
 }
 ARMS = ("compare/compare/seed0/seed", "compare/compare/seed0/grpo")
 EXACT = ("success", "episodes", "environment_steps", "tokens_sampled", "tokens_trained", "turns")
