@@ -44,6 +44,10 @@ def nothing() -> None:
 
 
 class Analyzer(Protocol):
+  """patience: seconds that may pass between two signs of progress although all is well."""
+
+  patience: float
+
   def analyze(self, trajectories: Sequence[Any], *, between: Callable[[], None] = nothing) -> list[str | None]:
     """Raw analysis of every trajectory, in order; None where there is none."""
 
@@ -53,6 +57,8 @@ class ScriptedAnalyzer:
 
   The script returns {"episode_summary", "episode_skill"} or None; a benchmark's `analyze` is one.
   """
+
+  patience = 0.0
 
   def __init__(self, script: Callable[[str, Sequence[tuple[str, str, bool]], bool], Mapping[str, str] | None]):
     self.script = script
@@ -157,6 +163,8 @@ class ExternalAnalyzer:
     self.cache_dir = epath.Path(cache_dir) if cache_dir is not None else None  # may be gs://
     self.min_words, self.timeout, self.max_attempts = min_words, timeout, max_attempts
     self.backoff, self.max_backoff, self.max_retry_after = backoff, max_backoff, max_retry_after
+    # every attempt at one prompt as slow as may be, and the longest pause after each
+    self.patience = max_attempts * (timeout + max(max_backoff, max_retry_after))
     self.concurrency, self.give_up_after, self.seed, self.progress = concurrency, give_up_after, seed, progress
     self.counters = Counters()
     self.problems: collections.Counter[str] = collections.Counter()  # why prompts failed -> how often

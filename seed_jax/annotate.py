@@ -27,7 +27,8 @@ def make_analyzer(run: Run):
   if a.analyzer == "scripted":
     return ScriptedAnalyzer(run.benchmark.analyze)
   if a.analyzer == "external":
-    return ExternalAnalyzer(cache_dir=str(run.workdir / "analyzer_cache"), **a.external.to_dict())
+    options = dict(cache_dir=str(run.workdir / "analyzer_cache"), progress=lambda *_: hosts.advance())
+    return ExternalAnalyzer(**options | a.external.to_dict())
   raise ConfigError(f"config.annotate.analyzer={a.analyzer!r} is unknown; choose scripted or external")
 
 
@@ -40,7 +41,7 @@ def analyses(run: Run, analyzer: Analyzer, episodes: Sequence[Trajectory]) -> li
     with contextlib.suppress(Preempted):
       return analyzer.analyze(episodes, between=run.notice.check)
 
-  texts = hosts.from_first("the analyses", ask)
+  texts = hosts.from_first("the analyses", ask, patience=analyzer.patience)
   run.notice.meet("the end of the analyses")
   return texts
 

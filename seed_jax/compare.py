@@ -1,8 +1,9 @@
 """Stage `compare`: arms x seeds of one config, in pairs: all arms of a seed begin from one SFT checkpoint and play one
 panel.
 
-An arm is a method with overrides of the config. The arms run one after the other in this process, each in a work
-directory of its own, DIR/compare/seed<N>/<arm>; the starting stages of a seed run once, in DIR/compare/seed<N>/start.
+An arm is a method with overrides of the config. The arms run one after the other, on all hosts of the job, each in a
+work directory of its own, DIR/compare/seed<N>/<arm>; the starting stages of a seed run once, in
+DIR/compare/seed<N>/start.
 Killed at any moment, the same command goes on: finished arms are skipped, the arm under way resumes.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from seed_jax import compare_page, compare_results, methods
+from seed_jax import compare_page, compare_results, hosts, methods
 from seed_jax.curve import panel_tasks
 from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
 from seed_jax.page import duration
@@ -198,9 +199,9 @@ def arm_run(run: Run, arm: Arm, seed: int) -> Run:
 
 def _finish(own: Run, stages: Sequence[str]) -> None:
   """Runs the stages that are left, and lets go of what they compiled."""
-  own.open()
+  hosts.first_then_others(f"the work directory {own.workdir}", own.open)
   for stage in own.plan(stages):
-    own.notice.meet()
+    own.notice.meet()  # no host has begun the stage before all have seen that it is left
     getattr(importlib.import_module(f"seed_jax.{stage}"), f"run_{stage}")(own)
     gc.collect()
     jax.clear_caches()  # the next arm has programs of its own; those that it shares lie in the cache on disk

@@ -10,8 +10,9 @@ last line:
 All processes run the same command and pass the same meetings in the same order. What a meeting carries goes through
 jax's coordination service, a key-value store in process 0, and not through a device program: there is nothing to
 compile, lengths may differ from host to host, and whoever does not come is known by name. Waiting ends after
-SEED_JAX_WAIT_SECONDS (default 1800). A host that gives no heartbeat for SEED_JAX_LOST_SECONDS (default 30) ends the job
-with one line and exit code 76, wherever the others are (liveness.py).
+SEED_JAX_WAIT_SECONDS (default 1800), counted from the last time that the late host told of progress (`advance`), where
+it did. A host that gives no heartbeat for SEED_JAX_LOST_SECONDS (default 30) ends the job with one line and exit code
+76, wherever the others are (liveness.py).
 
 A job of one process passes through all of this without doing anything.
 """
@@ -134,14 +135,17 @@ def largest_share(number: int) -> int:
 # ---------------------------------------------------------------- meetings
 
 
-def exchange(what: str, payload: bytes) -> list[bytes]:
+def exchange(what: str, payload: bytes, *, patience: float = 0.0) -> list[bytes]:
   """The payloads of all processes, in their order; returns when all are there. `what` names the place in the run.
+
+  patience: seconds without progress that are no cause for concern here, where that is more than the job's limit.
 
   Raises HostError with the names of those who are late, gone, or at another place.
   """
   if _job is None:
     return [payload]
   job, begun = _job, time.monotonic()
+  limit = max(job.wait, patience)
   job.meetings += 1
   body = zlib.compress(payload, 1)
   parts = [body[at : at + PART] for at in range(0, len(body), PART)]
@@ -151,11 +155,11 @@ def exchange(what: str, payload: bytes) -> list[bytes]:
     job.client.key_value_set_bytes(_key(job, job.index), json.dumps([what, len(parts)]).encode())
     out = []
     for host in range(job.count):
-      theirs, number = json.loads(_get(job, host, what, begun))
+      theirs, number = json.loads(_get(job, host, what, begun, limit))
       if theirs != what:
         who, me = job.watch.name(host), job.watch.name(job.index)
         raise HostError(f"{who} is at {theirs!r} and {me} at {what!r}: they run different commands or files")
-      out.append(zlib.decompress(b"".join(_get(job, host, what, begun, part) for part in range(number))))
+      out.append(zlib.decompress(b"".join(_get(job, host, what, begun, limit, part) for part in range(number))))
     # all are at this meeting, so all have read the one before
     job.client.key_value_delete(f"{PREFIX}{job.meetings - 1}/{job.index}/")
   except jax.errors.JaxRuntimeError as error:
@@ -164,9 +168,9 @@ def exchange(what: str, payload: bytes) -> list[bytes]:
   return out
 
 
-def gather(what: str, value: Any) -> list:
+def gather(what: str, value: Any, *, patience: float = 0.0) -> list:
   """The JSON values of all processes, in their order."""
-  return [json.loads(found) for found in exchange(what, json.dumps(value).encode())]
+  return [json.loads(found) for found in exchange(what, json.dumps(value).encode(), patience=patience)]
 
 
 def meet(what: str) -> None:
@@ -174,15 +178,23 @@ def meet(what: str) -> None:
   exchange(what, b"")
 
 
-def from_first(what: str, function: Callable[[], Any]) -> Any:
-  """The JSON value of `function()`, which process 0 alone calls, on all of them; the others wait for it."""
+def from_first(what: str, function: Callable[[], Any], *, patience: float = 0.0) -> Any:
+  """The JSON value of `function()`, which process 0 alone calls, on all of them; the others wait for it, as long as it
+  takes where it tells of progress (`advance`). `patience` as in `exchange`.
+  """
   if _job is None:
     return function()
   value = None
   if not index():
     with _job.watch.busy():
       value = function()
-  return gather(what, value)[0]
+  return gather(what, value, patience=patience)[0]
+
+
+def advance() -> None:
+  """Tells the others that work for which they wait gets on: from now on they wait for this process anew."""
+  if _job is not None:
+    _job.watch.advance()
 
 
 def first_then_others(what: str, function: Callable[[], None]) -> None:
@@ -309,7 +321,7 @@ def _key(job, host, part="what"):
   return f"{PREFIX}{job.meetings}/{host}/{part}"
 
 
-def _get(job, host, what, begun, part="what") -> bytes:
+def _get(job, host, what, begun, limit, part="what") -> bytes:
   """A value that another process sets, as soon as it is there. In short steps, so that signals are heard."""
   while True:
     if job.watch.lost:
@@ -320,11 +332,13 @@ def _get(job, host, what, begun, part="what") -> bytes:
     except jax.errors.JaxRuntimeError as error:
       if "DEADLINE_EXCEEDED" not in str(error):
         raise
-    if time.monotonic() - begun > job.wait:
+    moved = job.watch.moved[host]
+    if time.monotonic() - max(begun, moved) > limit:
       late = ", ".join(job.watch.name(h) for h in range(job.count) if not _is_there(job, h))
+      since = "its last sign of progress" if moved > begun else job.watch.name(job.index)
       raise HostError(
-        f"{late} did not reach {what!r} within {job.wait:.0f} s of {job.watch.name(job.index)} "
-        f"(SEED_JAX_WAIT_SECONDS); look at its log, then {AGAIN}"
+        f"{late} did not reach {what!r} within {limit:.0f} s of {since} (SEED_JAX_WAIT_SECONDS); look at its log, then "
+        f"{AGAIN}"
       )
 
 

@@ -32,6 +32,7 @@ class Watch:
   lost: why the job has to end, "" as long as it goes on. The main thread says it where it can (`leaving`, and `said`
   when it has); where it hangs in a program of all hosts, which the missing one will never join, the thread says it and
   ends the process.
+  moved: of every process when it last told of progress (`advance`), as time.monotonic, 0 where it never did.
   """
 
   def __init__(self, client: Any, index: int, count: int, lost_after: float):
@@ -41,6 +42,7 @@ class Watch:
     self.names = [""] * count  # host names, as far as they are known
     self.lost, self.leaving, self.said = "", False, False
     self._over, self._busy = threading.Event(), False
+    self.moved, self._steps = [0.0] * count, 0
     _current = self
     _on_abort()
     threading.Thread(target=self._loop, daemon=True).start()
@@ -53,11 +55,15 @@ class Watch:
   def busy(self) -> Iterator[None]:
     """Around work that may keep the interpreter, and so the heartbeat, for longer than the others would wait."""
     self._busy = True
-    self._beat("busy")
+    self._beat(0)
     try:
       yield
     finally:
       self._busy = False
+
+  def advance(self) -> None:
+    """Tells the others, with the next heartbeat, that work for which they wait gets on."""
+    self._steps += 1
 
   def fail(self, message: str) -> None:
     """Tells the others that this process ends, and why."""
@@ -80,18 +86,22 @@ class Watch:
 
   def _loop(self) -> None:
     seen = {host: ("", time.monotonic()) for host in range(self.count)}  # last heartbeat, and when it came
+    steps = ["0"] * self.count
     number, answered = 0, time.monotonic()
     while not self.lost and not self._over.wait(BEAT):
       number += 1
-      self._beat("busy" if self._busy else str(number))
+      self._beat(number)
       now, beats, failed = time.monotonic(), {}, []
       with contextlib.suppress(jax.errors.JaxRuntimeError):
         beats = {_host(key): value for key, value in self.client.key_value_dir_get(f"{PREFIX}beat/")}
         failed = self.client.key_value_dir_get(f"{PREFIX}failed/")
         answered = now
       for host, value in beats.items():
-        if value == "busy" or value != seen[host][0]:
+        beat, _, at = value.partition(" ")
+        if beat == "busy" or value != seen[host][0]:
           seen[host] = value, now
+        if at != steps[host]:
+          steps[host], self.moved[host] = at, now
       silent = [h for h, (_, when) in seen.items() if h != self.index and now - when > self.lost_after]
       if failed:
         self.lost = f"{self.name(_host(failed[0][0]))} failed: {failed[0][1]}"
@@ -112,7 +122,8 @@ class Watch:
       _end(self.lost)
     os._exit(EXIT_LOST)
 
-  def _beat(self, value) -> None:
+  def _beat(self, number: int) -> None:
+    value = f"{'busy' if self._busy else number} {self._steps}"
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       self.client.key_value_set(f"{PREFIX}beat/{self.index}", value, allow_overwrite=True)
 

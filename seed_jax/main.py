@@ -75,8 +75,6 @@ def work(values: flags.FlagValues) -> None:
 
   stages = chosen_stages(values.stages, run_module.STAGES, run_module.EXTRA_STAGES)
   hosts.start()
-  if hosts.several() and "compare" in stages:
-    raise UsageError("the stage compare runs on one host; start each of its arms as a run of its own")
   run_module.set_up_jax(cache_folder())
   # signals are caught until all hosts have come to the end, of a run that was asked to stop too
   with (

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from etils import epath
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from seed_jax import hosts, methods
-from seed_jax.metrics import read_json, write_json
+from seed_jax.metrics import read_json, write_json, write_text
 from seed_jax.preemption import Notice
 
 STAGES = ("base", "collect", "annotate", "sft", "train", "evaluate", "report")
@@ -24,10 +23,32 @@ EXTRA_STAGES = ("library", "compare", "preflight")  # run where they are asked f
 START_STAGES = ("base", "collect", "annotate", "sft")  # what a run may take over from another one with config.start
 START_SECTIONS = ("seed", "benchmark", "model", "analysis", *START_STAGES)  # what such runs have in common
 
+LOCK = ".lock"  # in a work directory; holds who works there, or did last
 # what may change from command to command: the arms of a comparison have configs of their own, a profile changes
 # nothing, and a preflight only predicts
-LOCK = ".lock"  # in a work directory; holds who works there, or did last
 FREE = {"compare": None, "profile": None, "preflight": None}
+
+# Fields that came later than others, each with the value under which a run does what it did before: that is what a
+# config without such a field means. A new field gets a line here where there is such a value.
+LATER = {
+  "actor_mesh.data": 0,
+  "actor_mesh.fsdp": 1,
+  "actor_mesh.tp": 0,
+  "model.preset": "",
+  "model.remat": "none",
+  "analysis.ask": "message",
+  "checkpoint.keep_best": 0,
+  "checkpoint.best_metric": "",
+  "collect.also": [],
+  "evaluate.also": [],
+  "train.async_level": 0,
+  "train.max_generations": 1,
+  "train.theory_every": 0,
+  "train.theory_contexts": 32,
+  **{f"{section}.optimizer.moment_dtype": "float32" for section in ("base", "sft", "train")},
+  **{f"{section}.skill_room": 0.0 for section in ("base", "sft", "train")},
+}
+WHOLE = "config.json"  # of a policy's folder: the file that is written last
 
 
 class ConfigError(ValueError):
@@ -148,18 +169,13 @@ class Workdir:
     if theirs is None or not (other / "sft.json").exists():
       raise ConfigError(f"config.start={other} is no work directory with a finished sft stage")
     ours = json.loads(self.config.to_json_best_effort())
-    differences = _differences({k: ours.get(k) for k in START_SECTIONS}, {k: theirs.get(k) for k in START_SECTIONS})
+    differences = _differences(*({k: c[k] for k in START_SECTIONS if k in c} for c in (ours, theirs)))
     if differences:
       raise ConfigError(f"config.start={other} started from another config ({'; '.join(differences[:4])})")
     for name in ("base", "sft"):
       source, place = other / "policy" / name, self.workdir / "policy" / name
-      if source.exists() and not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.parent / f".{name}.partial"
-        if partial.exists():
-          partial.rmtree()
-        shutil.copytree(source, partial)
-        partial.rename(place)
+      if source.exists() and not (place / WHOLE).exists():
+        _copy(source, place)
     for stage in START_STAGES:
       found = read_json(other / f"{stage}.json", None)
       if found is not None and self.done(stage) is None:
@@ -213,11 +229,27 @@ def resolve_model(path: str) -> str:
   return str(found)
 
 
+def _copy(source: epath.Path, place: epath.Path) -> None:
+  """Copies a policy's folder between anything that epath opens. WHOLE comes last: a copy without it was broken off, and
+  is made again. (A folder that is renamed when it is complete is not to be had in an object store.)
+  """
+  place.mkdir(parents=True, exist_ok=True)
+  for item in sorted(source.iterdir(), key=lambda item: (item.name == WHOLE, item.name)):
+    if item.name == WHOLE:
+      write_text(place / WHOLE, item.read_text())
+    elif item.is_dir():
+      _copy(item, place / item.name)
+    else:
+      item.copy(place / item.name, overwrite=True)
+
+
 def _differences(ours, theirs, path="") -> list[str]:
-  if isinstance(ours, dict) and isinstance(theirs, dict):
-    return [
-      d
-      for key in sorted(ours.keys() | theirs.keys())
-      for d in _differences(ours.get(key), theirs.get(key), f"{path}.{key}" if path else key)
-    ]
-  return [] if ours == theirs else [f"{path}: {theirs} there, {ours} here"]
+  """The fields in which two configs differ, in words. A field that one of them lacks is what LATER says."""
+  if not isinstance(ours, dict) or not isinstance(theirs, dict):
+    return [] if ours == theirs else [f"{path}: {theirs} there, {ours} here"]
+  found = []
+  for key in sorted(ours.keys() | theirs.keys()):
+    name = f"{path}.{key}" if path else key
+    without = {} if isinstance(ours.get(key, theirs.get(key)), dict) else LATER.get(name)
+    found += _differences(ours.get(key, without), theirs.get(key, without), name)
+  return found

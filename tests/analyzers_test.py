@@ -510,6 +510,11 @@ def test_bad_limits_are_refused():
       external("http://host/v1", **change)
 
 
+def test_patience_is_the_longest_time_of_one_prompt():
+  assert external("http://host/v1", timeout=10, max_attempts=3, max_retry_after=50, max_backoff=20).patience == 180
+  assert analyzers.ScriptedAnalyzer(None).patience == 0
+
+
 def test_half_a_surrogate_pair_in_an_observation_can_be_sent(serve):
   endpoint = serve(lambda number, body: (200, {}, chat(ANSWER)))
   episode = Episode(0)

@@ -1,5 +1,5 @@
-"""An object store behind `gs://` for tests: ranges are fetched and counted, an object appears when its writing ends,
-and neither renames nor appends exist.
+"""An object store behind `gs://` for tests: ranges are fetched and counted, an object appears when its writing ends, a
+rename is a copy of an object, and nothing can be appended to.
 """
 
 import os
@@ -41,6 +41,9 @@ class Store(fsspec.AbstractFileSystem):
   def mkdir(self, path, create_parents=True, **_):
     os.makedirs(self.local(path), exist_ok=True)
 
+  def cp_file(self, path1, path2, **_):
+    shutil.copyfile(self.local(path1), self.local(path2))
+
   def rm(self, path, recursive=False, **_):
     shutil.rmtree(self.local(path)) if recursive and os.path.isdir(self.local(path)) else os.unlink(self.local(path))
 
@@ -68,7 +71,8 @@ def install(tmp_path, monkeypatch):
   """From here to the end of the test: the folder in which the objects of gs://bucket lie."""
   monkeypatch.setattr(Store, "root", str(tmp_path / "objects"))
   monkeypatch.setattr(Store, "fetched", 0)
-  monkeypatch.setattr(backend._FileSystemSpecBackend, "_get_filesystem", lambda self, name: Store())
+  file_system = lambda self, name: Store() if name == "gcs" else fsspec.filesystem(name)  # noqa: E731
+  monkeypatch.setattr(backend._FileSystemSpecBackend, "_get_filesystem", file_system)
   monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
   (tmp_path / "objects" / "bucket").mkdir(parents=True)
   return tmp_path / "objects" / "bucket"

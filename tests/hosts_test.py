@@ -2,14 +2,16 @@
 
 import json
 import signal
+import types
 
+import jax
 import pytest
 from hosts_job import error_of, job
 
 from seed_jax import hosts
 
 MEETINGS = """
-import json
+import json, time
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from seed_jax import actors, hosts, sharding
@@ -63,15 +65,21 @@ try:
   actors.actor_mesh(sharding.make_mesh(3, 1, 1))
 except ValueError as error:
   out["uneven"] = str(error)
+hosts.advance()
+while not all(hosts._job.watch.moved):  # each hears of it with a heartbeat
+  time.sleep(0.1)
 hosts.finish()
 print(json.dumps(out))
 """
 
 # What the processes do, one line for each; `meet` and `sum` are places that the other one may never reach.
 TROUBLE = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
 import numpy as np, jax
+from model_cases import random_params
 from seed_jax import actors, hosts, main, sharding
+from seed_jax.models import hf
+from seed_jax.models.config import ModelConfig
 acts = sys.argv[1:]
 try:
   hosts.start()
@@ -84,6 +92,9 @@ try:
     elif name == "sum":
       with jax.set_mesh(mesh):
         float(jax.jit(lambda x: x.sum() + 1)(sharding.put_rows(np.ones(2), mesh)))
+    elif name == "save":
+      tiny = ModelConfig("LlamaForCausalLM", 8, 4, 1, 2, 1, 2, 4, rope_theta=500.0, rms_norm_eps=1e-5, eos_id=3)
+      hf.save(tempfile.mkdtemp(), tiny, random_params(tiny))
     elif name == "sleep":
       time.sleep(float(value))
     elif name == "die":
@@ -126,6 +137,7 @@ def test_what_two_hosts_tell_each_other_and_where_parameters_and_rows_come_to_li
   [
     # one does not come in time: the other names it and goes, which ends the job
     (("meet:here", "sleep:9 meet:here"), (76, 76), ("host 1 (", "did not reach 'here' within 5 s of host 0 (")),
+    (("save", "sleep:9 save"), (76, 76), ("host 1 (", "did not reach 'the model in /", "within 5 s of host 0 (")),
     (("meet:here", "meet:there"), (76, 76), ("'here'", "'there'", "different commands")),
     # one fails: the other says why
     (("meet:here", "raise"), (76, 1), ("host 1 (", "failed: ", "the disk is full")),
@@ -144,6 +156,43 @@ def test_the_others_stop_with_one_line_that_names_the_host(cache, acts, codes, e
   line = " / ".join(error_of(told) for code, _, told, _ in ended if code == 76)
   assert all(error in line for error in errors), line
   assert max(seconds for *_, seconds in ended) < 60
+
+
+def waited(monkeypatch, *, patience=0.0, moved=lambda now: 0.0):
+  """Seconds that process 1 waits for process 0, which never comes, and what it says then; the limit is 100 s. `moved`
+  is when process 0 last told of progress.
+  """
+  now = [1000.0]
+
+  class Client:
+    def key_value_set_bytes(self, key, value): ...
+
+    def key_value_try_get_bytes(self, key):
+      if key.split("/")[-2] == "0":
+        raise jax.errors.JaxRuntimeError("NOT_FOUND")
+      return b"x"
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+      now[0] += milliseconds / 1000
+      watch.moved[0] = moved(now[0])
+      raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+  watch = types.SimpleNamespace(lost="", moved=[0.0, 0.0], name=lambda host: f"host {host}")
+  monkeypatch.setattr(hosts, "_job", hosts._Job(Client(), 1, 2, 100.0, watch))
+  monkeypatch.setattr(hosts, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  with pytest.raises(hosts.HostError) as raised:
+    hosts.from_first("the annotations", None, patience=patience)
+  return now[0] - 1000.0, str(raised.value)
+
+
+def test_a_wait_ends_after_the_limit_counted_from_the_last_sign_of_progress(monkeypatch):
+  seconds, told = waited(monkeypatch)
+  assert seconds == 100.5 and told.startswith("host 0 did not reach 'the annotations' within 100 s of host 1 (")
+  seconds, told = waited(monkeypatch, moved=lambda now: min(now, 1700.0) - 5.0)  # gets on for 695 s
+  assert seconds == 795.5 and "within 100 s of its last sign of progress (" in told
+  assert waited(monkeypatch, moved=lambda now: 900.0)[0] == 100.5  # that was before
+  seconds, told = waited(monkeypatch, patience=300.0)  # an endpoint that may take so long
+  assert seconds == 300.5 and "within 300 s of host 1" in told
 
 
 @pytest.mark.parametrize(

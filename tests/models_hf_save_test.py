@@ -1,16 +1,13 @@
 """Saving a model: it appears whole or not at all, replaces nothing but a model, and several processes write one."""
 
 import dataclasses
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import fake_store
 import jax
 import numpy as np
 import pytest
+from hosts_job import job
 from model_cases import random_params
 
 from seed_jax.models import hf
@@ -90,13 +87,10 @@ def test_a_failed_rename_brings_the_old_model_back(saved, tmp_path, monkeypatch)
 
 PROCESS = """
 import sys
-import jax
-from seed_jax import sharding
+from seed_jax import hosts, sharding
 from seed_jax.models import hf, hf_files
-rank, port, source, target = sys.argv[1:]
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
+source, target = sys.argv[1:]
+hosts.start()
 leave = hf_files.Safetensors.__exit__
 def leaving(source, *error):
   print("bytes read", source.bytes_read)
@@ -105,6 +99,7 @@ hf_files.Safetensors.__exit__ = leaving
 config, placed = hf.load_sharded(source, sharding.make_mesh(1, 4, 1))
 assert not placed["layers"]["q"].is_fully_addressable
 hf.save(target, config, placed, max_shard_bytes=5000)
+hosts.finish()
 """
 
 
@@ -112,30 +107,14 @@ hf.save(target, config, placed, max_shard_bytes=5000)
 def test_two_processes_read_each_byte_once_and_write_one_model(tmp_path):
   params = random_params(TIED)
   hf.save(tmp_path / "model", TIED, params)
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-  root = pathlib.Path(hf.__file__).parents[2]
-  running = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROCESS, str(rank), str(port), str(tmp_path / "model"), str(tmp_path / "theirs")],
-      env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
-  try:
-    told = [process.communicate(timeout=600)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-  finally:
-    for process in running:
-      process.kill()
+  ended = job(PROCESS, [tmp_path / "model", tmp_path / "theirs"], count=2, devices=2, cache=tmp_path / "cache")
+  assert [code for code, *_ in ended] == [0, 0], ended
+  told = [told for _, told, *_ in ended]
   read = [int(line.split()[-1]) for lines in told for line in lines.splitlines() if "bytes read" in line]
   # 37 rows of the embedding are ten for each of four devices but seven for the last.
   assert sum(read) == sum(leaf.nbytes for leaf in jax.tree.leaves(params)) and read[0] - read[1] == 3 * 24 * 4
   jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "theirs")[1], params)
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "theirs"]
+  assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["model", "theirs"]
 
 
 def test_a_store_is_written_and_read_in_place(bucket):

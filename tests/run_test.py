@@ -1,6 +1,7 @@
 import json
 import runpy
 
+import fake_store
 import pytest
 
 from seed_jax import methods
@@ -211,8 +212,8 @@ def test_a_start_is_taken_over_whole(tmp_path):
 def test_a_start_that_was_killed_while_it_was_copied_is_copied_again(tmp_path):
   finished_start(tmp_path)
   second = make(tmp_path, "second", change=setter("start", str(tmp_path / "first")))
-  (tmp_path / "second" / "policy" / ".base.partial").mkdir(parents=True)
-  (tmp_path / "second" / "policy" / ".base.partial" / "model.safetensors").write_bytes(b"ba")
+  (tmp_path / "second" / "policy" / "base").mkdir(parents=True)
+  (tmp_path / "second" / "policy" / "base" / "model.safetensors").write_bytes(b"ba")
   second.open()
   assert (second.policy_path("base") / "model.safetensors").read_bytes() == b"base"
   assert sorted(p.name for p in (tmp_path / "second" / "policy").iterdir()) == ["base", "sft"]
@@ -225,6 +226,59 @@ def test_a_start_of_another_seed_or_model_is_refused(tmp_path):
   make(tmp_path, "unfinished").open()
   with pytest.raises(ConfigError, match="unfinished is no work directory with a finished sft stage"):
     make(tmp_path, "third", change=setter("start", str(tmp_path / "unfinished"))).open()
+
+
+def test_a_start_is_taken_over_from_a_store_and_into_one(tmp_path, monkeypatch):
+  bucket = fake_store.install(tmp_path, monkeypatch)
+  finished_start(tmp_path)
+  config = TINY("seed")
+  config.start = str(tmp_path / "first")
+  (bucket / "second" / "policy" / "sft").mkdir(parents=True)
+  (bucket / "second" / "policy" / "sft" / "model.safetensors").write_bytes(b"s")  # a copy that was broken off
+  Run(config, "gs://bucket/second").open()
+  config.start = "gs://bucket/second"
+  third = Run(config, tmp_path / "third")
+  third.open()
+  for place in (bucket / "second", tmp_path / "third"):
+    assert (place / "policy" / "sft" / "model.safetensors").read_bytes() == b"sft"
+    assert sorted(p.name for p in (place / "policy" / "base").iterdir()) == ["config.json", "model.safetensors"]
+  assert third.plan(STAGES) == ["train", "evaluate", "report"]
+
+
+def test_a_start_from_before_newer_fields_is_taken_over_where_they_change_nothing(tmp_path):
+  place = finished_start(tmp_path).workdir / "config.json"
+  written = read_json(place)
+  for section, name in (("model", "preset"), ("model", "remat"), ("analysis", "ask")):
+    del written[section][name]
+  del written["base"]["optimizer"]["moment_dtype"]
+  write_json(place, written)
+  begin = lambda name, change: make(tmp_path, name, change=change).open()  # noqa: E731
+  start = setter("start", str(tmp_path / "first"))
+  begin("same", start)
+  for field, value, told in (
+    ("model.remat", "full", "model.remat: none there, full here"),
+    ("base.optimizer.moment_dtype", "bfloat16", "base.optimizer.moment_dtype: float32 there, bfloat16 here"),
+    ("model.shape.hidden_size", 96, "model.shape.hidden_size: 64 there, 96 here"),
+  ):
+    with pytest.raises(ConfigError) as raised:
+      begin(field, lambda config, f=field, v=value: (start(config), setter(f, v)(config)))
+    assert str(raised.value) == f"config.start={tmp_path / 'first'} started from another config ({told})"
+  del written["model"]["scan_layers"]  # as old as the model
+  write_json(place, written)
+  with pytest.raises(ConfigError, match="model.scan_layers: None there, False here"):
+    begin("unknown", start)
+
+
+def test_a_run_goes_on_in_a_folder_from_before_newer_fields(tmp_path):
+  first = make(tmp_path)
+  first.open()
+  first.finish("base", {})
+  written = read_json(tmp_path / "w" / "config.json")
+  del written["actor_mesh"], written["train"]["theory_every"]
+  write_json(tmp_path / "w" / "config.json", written)
+  make(tmp_path).open()
+  with pytest.raises(ConfigError, match="train.theory_every: 0 there, 3 here"):
+    make(tmp_path, change=setter("train.theory_every", 3)).open()
 
 
 # ---- how an analysis is asked for

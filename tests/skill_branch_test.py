@@ -126,6 +126,8 @@ def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeyp
   asked = []
 
   class Analyzer:
+    patience = 0.0
+
     def analyze(self, trajectories, *, between):
       between()
       asked.extend(trajectories)

@@ -163,6 +163,7 @@ class Cloud:
   def start(self, *arguments, **variables):
     environment = {"PATH": self.path, "STUB": str(self.stub), "HOME": str(self.stub)}
     environment |= {"SEED_JAX_STATE": str(self.state), "TPU_POLL": "0.2", "TPU_BACKOFF": "0", "TPU_SSH_TRIES": "4"}
+    environment["TPU_PATIENCE"] = "100000"  # one program may begin long after another one has ended
     environment |= {"TPU_NAME": "slice", "PROJECT": "mine", "ZONE": "here-a"} | variables
     return subprocess.Popen(
       ["bash", str(self.root / "launch" / "tpu_run.sh"), *arguments],

@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
-from seed_jax import sharding
+from seed_jax import hosts, sharding
 from seed_jax.models import config as model_config
 from seed_jax.models import gguf_file, hf_files, hf_names, hf_shards
 from seed_jax.models.config import ModelConfig
@@ -79,7 +79,8 @@ def save(
   The directory appears as a whole: it is written beside `path` under another name and renamed, replacing an earlier
   export (an object store has no such name: there config.json is written last). One tensor of the checkpoint at a time
   is made on the host, from its own shards of one leaf, and goes straight to its file. In a run of several processes all
-  of them call it: each tensor is gathered, for which every device needs room, and process 0 writes.
+  of them call it: each tensor is gathered, for which every device needs room, process 0 writes, and all return when
+  everything is written.
 
   Args:
     path: the directory to make, or `gs://...`; an existing one is replaced only if it holds a `config.json` or nothing.
@@ -91,6 +92,7 @@ def save(
 
   Raises:
     ValueError: `params` is not the tree of `config`, or `path` is a directory of something else.
+    hosts.HostError: another process is late or gone.
   """
   hf_names.check_params(config, params)
   dtype = None if dtype is None else np.dtype(dtype)
@@ -99,10 +101,7 @@ def save(
     _write_weights(directory, config, params, dtype, max_shard_bytes)
     if writes:
       save_description(directory, config, dtype or params["embed"].dtype, tokenizer=tokenizer)
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices("hf.save")
+  hosts.meet(f"the model in {path}")  # whoever returns finds all of it
 
 
 def save_description(directory, config: ModelConfig, dtype, *, tokenizer=None) -> None:
