@@ -50,7 +50,7 @@ def test_of_several_hosts_all_stop_where_the_first_one_was_asked_to(monkeypatch)
   """Another host waits for the texts at the meeting that process 0 must come to."""
   met = []
 
-  def from_first(what, function):
+  def from_first(what, function, *, patience):
     met.append(what)
     return function()
 
@@ -59,6 +59,8 @@ def test_of_several_hosts_all_stop_where_the_first_one_was_asked_to(monkeypatch)
   run = types.SimpleNamespace(notice=notice)
 
   class Analyzer:
+    patience = 0.0
+
     def analyze(self, trajectories, *, between):
       notice.give("SIGTERM")
       between()
