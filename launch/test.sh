@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lint and tests, with their own set-up. Extra arguments go to pytest, from any folder:
 #
-#   bash launch/test.sh                              everything, a file at a time on each of up to four cores
+#   bash launch/test.sh                              all but the long tests, a file at a time on each of up to four cores
+#   bash launch/test.sh -m long                      the long ones, minutes each
 #   bash launch/test.sh tests/losses_test.py -k opd  a part of it
 #   bash launch/test.sh --cov                        with coverage
 #
@@ -19,9 +20,10 @@ lint=0
 "$RUNNER" -m ruff format --check . || lint=1
 
 if [ $# -eq 0 ]; then
+  set -- -m "not long" --durations=40 --durations-min=10
   cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
   # Every worker holds a model and eight devices: more than four are no faster and take memory.
-  [ "$cores" -lt 2 ] || set -- -n "$((cores < 4 ? cores : 4))" --dist loadfile
+  [ "$cores" -lt 2 ] || set -- "$@" -n "$((cores < 4 ? cores : 4))" --dist loadfile
 fi
 
 code=0

@@ -150,6 +150,7 @@ def files(folder):
   return {name for name in names if "/checkpoints/" not in name and "/tensorboard/" not in name}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_hosts_do_with_every_method_and_stage_what_one_process_does(start):
   ran(start, "one", 1)
