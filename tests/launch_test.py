@@ -279,6 +279,9 @@ def test_two_runs_at_once_install_once(place):
   assert sorted(call[0] for call in place.calls()) == ["main", "main", "pip", "venv"]
 
 
+ALL = ["-m", "not long", "--durations=40", "--durations-min=10"]
+
+
 def test_the_tests_script_lints_and_tests(place, tmp_path):
   place.run("launch/test.sh", "tests/x_test.py", "-k", "a b", cwd=tmp_path)
   calls = place.calls()
@@ -292,14 +295,14 @@ def test_the_tests_script_lints_and_tests(place, tmp_path):
     ["pytest", str(place.root), "tests/x_test.py", "-k", "a b"],
   ]
   place.run(".ci/run", cwd=tmp_path)
-  assert place.calls("pytest") == [[str(place.root), "-n", "3", "--dist", "loadfile"]]
+  assert place.calls("pytest") == [[str(place.root), *ALL, "-n", "3", "--dist", "loadfile"]]
 
 
 @pytest.mark.parametrize("cores,workers", [("1", []), ("2", ["-n", "2"]), ("64", ["-n", "4"])])
 def test_all_tests_share_the_cores(place, cores, workers):
   (place.stub / "getconf").write_text(f"#!/bin/sh\necho {cores}\n")
   place.run("launch/test.sh")
-  assert place.calls("pytest") == [[str(place.root), *workers, *(["--dist", "loadfile"] if workers else [])]]
+  assert place.calls("pytest") == [[str(place.root), *ALL, *workers, *(["--dist", "loadfile"] if workers else [])]]
 
 
 def test_the_tests_script_fails_for_lint_and_for_tests(place):
