@@ -51,9 +51,9 @@ def stored_params(directory: epath.PathLike) -> dict:
 
 class _File:
   def __init__(self, directory: epath.Path):
-    self._directory = directory
+    self._directory = directory if "://" in str(directory) else directory.absolute()  # orbax refuses a relative path
     with ocp.PyTreeCheckpointer() as reader:
-      self.tree = reader.metadata(directory).item_metadata.tree
+      self.tree = reader.metadata(self._directory).item_metadata.tree
     self._last: tuple[tuple, np.ndarray] | None = None
 
   def read(self, path: tuple) -> np.ndarray:

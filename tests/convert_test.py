@@ -42,7 +42,9 @@ def made(tmp_path_factory):
     with jax.set_mesh(sharding.make_mesh(1, 2, 2)):
       state = update.init_state(sharding.put_params(params[step], sharding.make_mesh(1, 2, 2)), chain)
     checkpoints.save(step, state, {})
-  Checkpoints(place / "run" / "checkpoints" / "sft").save(7, (state, sharding.put_replicated(params[2], run.mesh)), {})
+  checkpoints.finish()
+  with Checkpoints(place / "run" / "checkpoints" / "sft") as others:
+    others.save(7, (state, sharding.put_replicated(params[2], run.mesh)), {})
   run.save_policy("final", config, params[3])
   return place / "run", params
 
@@ -51,11 +53,12 @@ def made(tmp_path_factory):
 def converted(tmp_path, capsys):
   """Runs a command line that must succeed in one line; returns the path."""
 
-  def call(source, name, *more):
+  def call(source, name, *more, to=None):
     capsys.readouterr()
-    assert convert.cli(["convert", f"--from={source}", f"--to={tmp_path / name}", *more]) == 0
+    to = to or str(tmp_path / name)
+    assert convert.cli(["convert", f"--from={source}", f"--to={to}", *more]) == 0
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 1 and str(tmp_path / name) in captured.out and not captured.err
+    assert len(captured.out.splitlines()) == 1 and to in captured.out and not captured.err
     return tmp_path / name
 
   return call
@@ -157,6 +160,17 @@ def test_a_store_is_written_and_read(made, converted, tmp_path, monkeypatch):
   assert convert.cli(["convert", f"--from={workdir}", "--to=gs://bucket/policy"]) == 0
   assert files(bucket / "policy") == files(workdir / "policy" / "final")
   assert files(converted(converted("gs://bucket/policy", "orbax"), "back")) == files(bucket / "policy")
+
+
+def test_paths_may_be_relative(made, converted, tmp_path, monkeypatch):
+  """The lines of docs/weights.md, as they stand there."""
+  workdir, _ = made
+  shutil.copytree(workdir, tmp_path / "runs" / "quickstart")
+  monkeypatch.chdir(tmp_path)
+  converted("runs/quickstart", "policy_hf", to="policy_hf")
+  converted("runs/quickstart/checkpoints/sft", "policy_sft", to="policy_sft")
+  converted("policy_hf", "policy_orbax", to="policy_orbax")
+  assert files(converted("policy_orbax", "policy_hf_again", to="policy_hf_again")) == files(tmp_path / "policy_hf")
 
 
 # ---- what is read
