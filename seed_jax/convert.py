@@ -86,10 +86,13 @@ def convert(source: str, target: str, dtype: str | None = None) -> str:
   path = epath.Path(place)
   if not path.exists():
     raise UsageError(f"--from={source}: {place} does not exist")
-  if step is None and ((path / "config.json").exists() or path.is_file()) and not (path / "checkpoints").exists():
+  stored = ((path / "config.json").exists() or path.is_file()) and not (path / "checkpoints").exists()
+  if step is not None and (stored or _is_exported(path)):
+    raise UsageError(f"--from={source}: {place} is a model and has no step {step}; leave :{step} out")
+  if stored:
     return _to_orbax(path, epath.Path(target), dtype)
   try:
-    found = _exported(path) or _checkpoint(path, step)
+    found = _exported(path) if _is_exported(path) else _checkpoint(path, step)
   except FileNotFoundError as error:
     raise UsageError(f"--from={source}: {error}") from error
   hf.save(target, found.config, found.params, tokenizer=found.tokenizer, dtype=dtype)
@@ -156,13 +159,15 @@ def _to_orbax(path, target, dtype: str | None) -> str:
   return f"{target}: the parameters of {path} in params, and model"
 
 
-def _exported(path) -> Source | None:
-  """What `_to_orbax` wrote, or None."""
+def _is_exported(path) -> bool:
+  return (path / "params").is_dir() and (path / "model" / "config.json").exists()
+
+
+def _exported(path) -> Source:
+  """What `_to_orbax` wrote."""
   from seed_jax import checkpoint_params
   from seed_jax.models import hf
 
-  if not (path / "params").is_dir() or not (path / "model" / "config.json").exists():
-    return None
   params = checkpoint_params.stored_params(path / "params")
   return Source(str(path), hf.read_config(path / "model"), params, tokenizer_files(path / "model"))
 

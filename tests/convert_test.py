@@ -222,6 +222,15 @@ def test_faults_are_one_line(made, fault, tmp_path):
   assert not (tmp_path / "x").exists()
 
 
+def test_a_step_is_asked_of_a_work_directory_only(made, converted, fault, tmp_path):
+  workdir, _ = made
+  model = workdir / "policy" / "final"
+  for source in (model, converted(model, "orbax")):
+    told = fault(f"--from={source}:3", f"--to={tmp_path / 'x'}")
+    assert told == f"--from={source}:3: {source} is a model and has no step 3; leave :3 out"
+  assert not (tmp_path / "x").exists()
+
+
 def test_a_run_without_checkpoints_names_its_policies(made, fault, tmp_path):
   workdir, _ = made
   shutil.copytree(workdir, tmp_path / "done", ignore=shutil.ignore_patterns("train"))
