@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -132,18 +132,14 @@ class Checkpoints:
       raise CheckpointError(f"there is no checkpoint {step} in {self.directory}; there are {steps or 'none'}")
     fault = self._fault(step)
     if fault is None:
+      note = read_json(self._note(step))
       try:
         with ocp.StandardCheckpointer() as reader:
-          state = reader.restore(self.directory / str(step), target)
-        note = read_json(self._note(step))
-        found = [int(x) for x in jax.device_get(array_sums(state))]
-        wrong = sum(a != b for a, b in zip(found, note["arrays"], strict=True))
-        if not wrong:
-          self.newest = step
-          return step, state, note["record"]
-        fault = f"{wrong} of {len(found)} arrays differ from their sums"
-      except Exception as error:  # the reader has many types for damage
-        fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+          state = read_checked(lambda: reader.restore(self.directory / str(step), target), note["arrays"])
+        self.newest = step
+        return step, state, note["record"]
+      except CheckpointError as error:
+        fault = str(error)
     good = [s for s in steps if s != step and self._fault(s) is None]
     advice = (
       f"the last good one is {good[-1]}: add --resume_from={good[-1]}"
@@ -212,6 +208,24 @@ class Checkpoints:
 # ---------------------------------------------------------------- sums
 
 
+def read_checked(read: Callable[[], Any], sums: Sequence[int] | None) -> Any:
+  """The tree that `read` brings, if its arrays have these sums (None: none are known). All that is read from a
+  checkpoint comes through here.
+
+  Raises CheckpointError, which says what is wrong and not where, also for what `read` raises.
+  """
+  try:
+    found = read()
+    values = [] if sums is None else [int(x) for x in jax.device_get(array_sums(found))]
+    wrong = sum(a != b for a, b in zip(values, sums or (), strict=True))
+  except Exception as error:  # the reader has many types for damage
+    raise CheckpointError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
+  if wrong:
+    many = f"{wrong} of {len(values)} arrays differ from their sums"
+    raise CheckpointError(many if len(values) > 1 else "the array differs from its sum")
+  return found
+
+
 def array_sums(state: Any) -> list[jax.Array]:
   """A 32-bit sum of every array of a tree, in the order of its leaves: sum over elements of bits * (2 index + 1) mod
   2^32, index counted through the array. It does not depend on how the array is sharded, and any single element that
@@ -270,8 +284,10 @@ def same(a: Any, b: Any) -> bool:
   )
 
 
-def check(checkpoints: Checkpoints, step: int) -> None:
-  """Raises CheckpointError where a checkpoint is missing or its files are not what they were when it was written."""
+def check(checkpoints: Checkpoints, step: int) -> list[int]:
+  """The sums of a checkpoint's arrays, in the order of its leaves, for `read_checked`. Raises CheckpointError where it
+  is missing or its files are not what they were when it was written, as far as their sums are known.
+  """
   if step not in checkpoints.steps():
     raise CheckpointError(
       f"there is no checkpoint {step} in {checkpoints.directory}; there are {checkpoints.steps() or 'none'}"
@@ -279,3 +295,23 @@ def check(checkpoints: Checkpoints, step: int) -> None:
   fault = checkpoints._fault(step)
   if fault is not None:
     raise CheckpointError(f"checkpoint {step} in {checkpoints.directory} is damaged ({fault}); choose another step")
+  return read_json(checkpoints._note(step))["arrays"]
+
+
+def seal(directory: epath.PathLike, name: str, tree: Any) -> None:
+  """Writes `directory/<name>.json` about the arrays of `tree`, which lie in `directory/<name>`: a checkpoint's record
+  for a tree outside a run.
+  """
+  sums = [int(array_sums([leaf])[0]) for leaf in jax.tree.leaves(tree)]  # one by one, for the sake of memory
+  Checkpoints(directory)._describe(name, {"record": {}, "metric": None, "arrays": sums})
+
+
+def sealed(directory: epath.PathLike, name: str) -> list[int] | None:
+  """The sums that `seal` wrote, None where it never did. Raises CheckpointError where the files are others."""
+  place = Checkpoints(directory)
+  if not place._note(name).exists():
+    return None
+  fault = place._fault(name)
+  if fault is not None:
+    raise CheckpointError(fault)
+  return read_json(place._note(name))["arrays"]

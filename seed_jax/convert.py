@@ -3,8 +3,8 @@
 --from=WORKDIR[:STEP] --to=HF_DIR: the policy of a checkpoint of training (the newest by default) as a directory that
 `transformers` loads, with its tokenizer. WORKDIR/checkpoints/sft[:STEP] names another stage.
 --from=HF_DIR --to=ORBAX_DIR: the parameters of a Hugging Face directory or GGUF file in `ORBAX_DIR/params`, which
-`orbax.checkpoint.StandardCheckpointer().restore` reads, and all else in `ORBAX_DIR/model`.
---from=ORBAX_DIR --to=HF_DIR: and back.
+`orbax.checkpoint.StandardCheckpointer().restore` reads, their sums in `params.json`, and all else in `ORBAX_DIR/model`.
+--from=ORBAX_DIR --to=HF_DIR: and back. Every array of a checkpoint and of an ORBAX_DIR is compared with its sum.
 
 Each path may be gs://. Weights keep their dtype unless --dtype says otherwise: there and back they are equal bit for
 bit. It runs on a CPU. Memory: of a checkpoint, its largest array and a tensor; of a Hugging Face directory, the model.
@@ -80,20 +80,27 @@ def convert(source: str, target: str, dtype: str | None = None) -> str:
   """
   from etils import epath
 
+  from seed_jax.checkpoint import CheckpointError
   from seed_jax.models import hf
 
   place, step = split_step(source)
   path = epath.Path(place)
   if not path.exists():
     raise UsageError(f"--from={source}: {place} does not exist")
-  if step is None and ((path / "config.json").exists() or path.is_file()) and not (path / "checkpoints").exists():
+  stored = ((path / "config.json").exists() or path.is_file()) and not (path / "checkpoints").exists()
+  if step is not None and (stored or _is_exported(path)):
+    raise UsageError(f"--from={source}: {place} is a model and has no step {step}; leave :{step} out")
+  if stored:
     return _to_orbax(path, epath.Path(target), dtype)
   try:
-    found = _exported(path) or _checkpoint(path, step)
+    found = _exported(path) if _is_exported(path) else _checkpoint(path, step)
   except FileNotFoundError as error:
     raise UsageError(f"--from={source}: {error}") from error
-  hf.save(target, found.config, found.params, tokenizer=found.tokenizer, dtype=dtype)
-  return f"{target}: the parameters of {found.name} for transformers"
+  try:
+    hf.save(target, found.config, found.params, tokenizer=found.tokenizer, dtype=dtype)
+  except CheckpointError as error:  # of an array that is not what it was
+    raise CheckpointError(f"{found.name} is damaged ({error}); {found.advice}") from error
+  return f"{target}: the parameters of {found.name} for transformers{found.remark}"
 
 
 def split_step(source: str) -> tuple[str, int | None]:
@@ -110,6 +117,8 @@ class Source:
   config: ModelConfig
   params: dict
   tokenizer: Any
+  advice: str  # where they are damaged
+  remark: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +149,7 @@ def tokenizer_files(directory) -> TokenizerFiles:
 def _to_orbax(path, target, dtype: str | None) -> str:
   import orbax.checkpoint as ocp
 
-  from seed_jax import sharding, text
+  from seed_jax import checkpoint, sharding, text
   from seed_jax.models import hf
 
   if target.exists() and any(target.iterdir()):
@@ -153,18 +162,27 @@ def _to_orbax(path, target, dtype: str | None) -> str:
   hf.save_description(target / "model", config, params["embed"].dtype, tokenizer=tokenizer)
   with ocp.StandardCheckpointer() as writer:
     writer.save(target / "params", params)
+  checkpoint.seal(target, "params", params)
   return f"{target}: the parameters of {path} in params, and model"
 
 
-def _exported(path) -> Source | None:
-  """What `_to_orbax` wrote, or None."""
-  from seed_jax import checkpoint_params
+def _is_exported(path) -> bool:
+  return (path / "params").is_dir() and (path / "model" / "config.json").exists()
+
+
+def _exported(path) -> Source:
+  """What `_to_orbax` wrote."""
+  from seed_jax import checkpoint, checkpoint_params
   from seed_jax.models import hf
 
-  if not (path / "params").is_dir() or not (path / "model" / "config.json").exists():
-    return None
-  params = checkpoint_params.stored_params(path / "params")
-  return Source(str(path), hf.read_config(path / "model"), params, tokenizer_files(path / "model"))
+  advice = f"make it again, or remove {path / 'params.json'} if another program has written the parameters"
+  try:
+    sums = checkpoint.sealed(path, "params")
+  except checkpoint.CheckpointError as error:
+    raise checkpoint.CheckpointError(f"{path} is damaged ({error}); {advice}") from error
+  remark = "" if sums is not None else f"; not checked, {path} has no params.json with their sums"
+  params = checkpoint_params.stored_params(path / "params", sums)
+  return Source(str(path), hf.read_config(path / "model"), params, tokenizer_files(path / "model"), advice, remark)
 
 
 def _checkpoint(path, step: int | None) -> Source:
@@ -186,12 +204,13 @@ def _checkpoint(path, step: int | None) -> Source:
     hint = f"; finished policies are in policy/: {', '.join(sorted(others))}" if others else ""
     raise FileNotFoundError(f"there is no checkpoint in {checkpoints.directory}{hint}")
   step = steps[-1] if step is None else step
-  checkpoint.check(checkpoints, step)
+  sums = checkpoint.check(checkpoints, step)
   run = Workdir(ConfigDict(read_json(workdir / "config.json")), workdir)
   base = run.policy_path("base")
   tokenizer = text.load_tokenizer(str(base), **run.config.model.tokenizer_options.to_dict())
-  params = checkpoint_params.stored_params(checkpoints.directory / str(step))
-  return Source(f"checkpoint {step} of {stage} in {workdir}", hf.read_config(base), params, tokenizer)
+  params = checkpoint_params.stored_params(checkpoints.directory / str(step), sums)
+  name = f"checkpoint {step} of {stage} in {workdir}"
+  return Source(name, hf.read_config(base), params, tokenizer, f"choose another step, there are {steps}")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,11 @@ class Run(Workdir):
     if c.train.max_generations < 1:
       raise ConfigError(f"config.train.max_generations={c.train.max_generations} must be 1 or more")
     self._check_checkpoint(c.checkpoint, c.train.panel)
+    for number in c.profile.iterations:
+      if type(number) is not int or number < 0:
+        raise ConfigError(
+          f"config.profile.iterations={tuple(c.profile.iterations)}: {number!r} is no iteration; they count from 0"
+        )
     for name in ("base", "sft", "train"):
       if name in c and "optimizer" in c[name]:
         make_optimizer(optimizer_config(c[name].optimizer), total_updates=1)

@@ -16,7 +16,7 @@ import pytest
 from model_cases import random_params
 from tiny_run import tiny
 
-from seed_jax import checkpoint_params, convert, optimizer, sharding, text, update
+from seed_jax import checkpoint, checkpoint_params, convert, optimizer, sharding, text, update
 from seed_jax.checkpoint import Checkpoints
 from seed_jax.models import decoder, hf
 from seed_jax.models.config import ModelConfig
@@ -42,7 +42,9 @@ def made(tmp_path_factory):
     with jax.set_mesh(sharding.make_mesh(1, 2, 2)):
       state = update.init_state(sharding.put_params(params[step], sharding.make_mesh(1, 2, 2)), chain)
     checkpoints.save(step, state, {})
-  Checkpoints(place / "run" / "checkpoints" / "sft").save(7, (state, sharding.put_replicated(params[2], run.mesh)), {})
+  checkpoints.finish()
+  with Checkpoints(place / "run" / "checkpoints" / "sft") as others:
+    others.save(7, (state, sharding.put_replicated(params[2], run.mesh)), {})
   run.save_policy("final", config, params[3])
   return place / "run", params
 
@@ -51,11 +53,12 @@ def made(tmp_path_factory):
 def converted(tmp_path, capsys):
   """Runs a command line that must succeed in one line; returns the path."""
 
-  def call(source, name, *more):
+  def call(source, name, *more, to=None):
     capsys.readouterr()
-    assert convert.cli(["convert", f"--from={source}", f"--to={tmp_path / name}", *more]) == 0
+    to = to or str(tmp_path / name)
+    assert convert.cli(["convert", f"--from={source}", f"--to={to}", *more]) == 0
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 1 and str(tmp_path / name) in captured.out and not captured.err
+    assert len(captured.out.splitlines()) == 1 and to in captured.out and not captured.err
     return tmp_path / name
 
   return call
@@ -159,6 +162,17 @@ def test_a_store_is_written_and_read(made, converted, tmp_path, monkeypatch):
   assert files(converted(converted("gs://bucket/policy", "orbax"), "back")) == files(bucket / "policy")
 
 
+def test_paths_may_be_relative(made, converted, tmp_path, monkeypatch):
+  """The lines of docs/weights.md, as they stand there."""
+  workdir, _ = made
+  shutil.copytree(workdir, tmp_path / "runs" / "quickstart")
+  monkeypatch.chdir(tmp_path)
+  converted("runs/quickstart", "policy_hf", to="policy_hf")
+  converted("runs/quickstart/checkpoints/sft", "policy_sft", to="policy_sft")
+  converted("policy_hf", "policy_orbax", to="policy_orbax")
+  assert files(converted("policy_orbax", "policy_hf_again", to="policy_hf_again")) == files(tmp_path / "policy_hf")
+
+
 # ---- what is read
 
 
@@ -208,6 +222,15 @@ def test_faults_are_one_line(made, fault, tmp_path):
   assert not (tmp_path / "x").exists()
 
 
+def test_a_step_is_asked_of_a_work_directory_only(made, converted, fault, tmp_path):
+  workdir, _ = made
+  model = workdir / "policy" / "final"
+  for source in (model, converted(model, "orbax")):
+    told = fault(f"--from={source}:3", f"--to={tmp_path / 'x'}")
+    assert told == f"--from={source}:3: {source} is a model and has no step 3; leave :3 out"
+  assert not (tmp_path / "x").exists()
+
+
 def test_a_run_without_checkpoints_names_its_policies(made, fault, tmp_path):
   workdir, _ = made
   shutil.copytree(workdir, tmp_path / "done", ignore=shutil.ignore_patterns("train"))
@@ -221,6 +244,52 @@ def test_a_damaged_checkpoint_is_not_converted(made, fault, tmp_path):
   (tmp_path / "run" / "checkpoints" / "train" / "3" / "manifest.ocdbt").write_bytes(b"")
   told = fault(f"--from={tmp_path / 'run'}", f"--to={tmp_path / 'x'}", code=1)
   assert "checkpoint 3 in" in told and "is damaged" in told and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "orbax"])
+def test_a_byte_of_a_large_file_that_changed_is_seen(made, converted, capsys, tmp_path, monkeypatch, kind):
+  """Of large files the record has the size only: what is read is compared with the sums of the arrays."""
+  workdir, params = made
+  monkeypatch.setattr(checkpoint, "SMALL", 0)  # every file is large
+  if kind == "checkpoint":
+    shutil.copytree(workdir, tmp_path / "source")
+    with Checkpoints(tmp_path / "source" / "checkpoints" / "train") as checkpoints:
+      with jax.set_mesh(sharding.make_mesh()):
+        checkpoints.save(3, update.init_state(params[3], optimizer.make_optimizer(optimizer.OptimizerConfig(), 10)), {})
+    source, folder = tmp_path / "source", tmp_path / "source" / "checkpoints" / "train" / "3"
+    told = f"checkpoint 3 of train in {source} is damaged (params.", "); choose another step, there are [2, 3]"
+  else:
+    source = converted(workdir / "policy" / "final", "source")
+    folder, told = source / "params", (f"{source} is damaged (", "another program has written the parameters")
+  assert files(converted(source, "good")) == files(workdir / "policy" / "final")
+  largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+  content = largest.read_bytes()
+  refused = 0
+  for part in range(1, 6):
+    at = part * len(content) // 6
+    largest.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    capsys.readouterr()
+    if convert.cli(["convert", f"--from={source}", f"--to={tmp_path / 'out'}"]):
+      (line,) = capsys.readouterr().err.splitlines()
+      assert line.startswith(f"error: {told[0]}") and line.endswith(told[1]) and not list(tmp_path.glob("*out*")), line
+      refused += 1
+    else:  # nothing that matters
+      assert files(tmp_path / "out") == files(tmp_path / "good")
+      shutil.rmtree(tmp_path / "out")
+  assert refused
+
+
+def test_parameters_of_another_program_are_taken_as_they_are(made, converted, fault, tmp_path):
+  workdir, params = made
+  source = converted(workdir / "policy" / "final", "source")
+  shutil.rmtree(source / "params")
+  with ocp.StandardCheckpointer() as writer:
+    writer.save(source / "params", params[2])
+  told = fault(f"--from={source}", f"--to={tmp_path / 'x'}", code=1)
+  assert told.startswith(f"{source} is damaged (") and f"remove {source / 'params.json'}" in told
+  (source / "params.json").unlink()
+  equal(hf.load(converted(source, "out"))[1], params[2])
+  assert convert.convert(str(source), str(tmp_path / "out")).endswith("source has no params.json with their sums")
 
 
 def test_an_interrupted_conversion_says_so(fault, monkeypatch):

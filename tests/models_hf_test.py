@@ -257,6 +257,11 @@ def test_an_index_must_match_its_files(tmp_path):
   with_map(index["weight_map"] | {"ghost": first.name})
   with pytest.raises(ValueError, match="names 1 tensors that its files do not hold, such as ghost"):
     hf.load(directory)
+  moved = next(name for name, file in index["weight_map"].items() if file == first.name)
+  other = next(file for file in index["weight_map"].values() if file != first.name)
+  with_map(index["weight_map"] | {moved: other})
+  with pytest.raises(ValueError, match=f"index.json names {other} for {moved}, which is in {first.name}"):
+    hf.load(directory)
   with_map(index["weight_map"] | {"ghost": "../elsewhere.safetensors"})
   with pytest.raises(ValueError, match="file names beside it"):
     hf.load(directory)

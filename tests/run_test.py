@@ -117,6 +117,8 @@ def test_a_config_file_that_is_no_json_is_named(tmp_path):
     ("library.retrieval", "magic", "config.library.retrieval='magic' is unknown; choose one of family, keyword"),
     ("library.render", "pdf", "library rendering 'pdf' is unknown"),
     ("train.max_generations", 0, "config.train.max_generations=0 must be 1 or more"),
+    ("profile.iterations", (-1, 2), r"config.profile.iterations=\(-1, 2\): -1 is no iteration; they count from 0"),
+    ("profile.iterations", (1, "a"), r"config.profile.iterations=\(1, 'a'\): 'a' is no iteration"),
     ("annotate.analyzer", "external", "needs config.annotate.external"),
     ("train.optimizer.rule", "adem", "optimizer rule 'adem' is unknown"),
     ("sft.optimizer.schedule", "stairs", "schedule 'stairs' is unknown"),

@@ -67,6 +67,9 @@ class Safetensors:
     lost = sorted(set(placed or ()) - set(self._places))
     if lost:
       raise ValueError(f"{directory / INDEX} names {len(lost)} tensors that its files do not hold, such as {lost[0]}")
+    for key, name in (placed or {}).items():
+      if self._places[key][0] != directory / name:  # which of the two is the mistake, nobody knows
+        raise ValueError(f"{directory / INDEX} names {name} for {key}, which is in {self._places[key][0].name}")
     if "://" in self.where:
       self._pool = concurrent.futures.ThreadPoolExecutor(READERS)
 
