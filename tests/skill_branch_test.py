@@ -300,6 +300,17 @@ def test_skills_are_written_with_what_each_is_worth(tmp_path):
   assert again["skill_novel"] == again["skill_novel_ngrams"] == 0.0 and again["skill_gain_on_success"] == 0.0
 
 
+def test_skills_are_measured_against_the_runs_library(tmp_path):
+  """The share of 3-grams that it advises, too: of one skill both, of the others none."""
+  played, gains = four(("open the microwave now", "heat first", "look at shelves", "")), [0.0] * 4
+  with_library(tmp_path)  # "open the microwave", "close the microwave", "finish one thing", "walk straight"
+  log = branch_of(tmp_path, "seed").keep(played, tokens_of(played, gains), 1)
+  assert log["skill_overlap"] == pytest.approx((1 / 2 + 0 + 0) / 3)  # "open the microwave" of two 3-grams
+  library.save(tmp_path / "mine.json", Library(general=(Skill("general_001", "t", "heat first"),)))
+  own = branch_of(tmp_path, "seed", **{"library.path": str(tmp_path / "mine.json")})
+  assert own.keep(played, tokens_of(played, gains), 2)["skill_overlap"] == pytest.approx(1 / 3)
+
+
 def test_keep_skills_says_how_many_and_zero_is_none(tmp_path):
   branch = branch_of(tmp_path, "seed", **{"train.keep_skills": 2})
   branch.keep(four(), tokens_of(four(), [0.0] * 4), 1)
