@@ -16,7 +16,7 @@ from seed_jax.engine import Engine
 from seed_jax.library_stage import FILE as LIBRARY
 from seed_jax.library_stage import run_library
 from seed_jax.methods import Method
-from seed_jax.metrics import is_writer
+from seed_jax.metrics import is_writer, say
 from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import Trajectory
 
@@ -28,14 +28,23 @@ def library_text(run: Run) -> Callable[[str, str], str]:
   """text(task, family): what the run's skill library says about a task, within config.library.max_tokens."""
   c = run.config.library
   found = library.load(_library_path(run))
-  options = dict(top_k=c.top_k, render=c.render)
+  options = dict(top_k=c.top_k, render=c.render, max_mistakes=c.max_mistakes)
+
+  @functools.cache  # once a family
+  def unmet(family):
+    by = f"config.library.rules={c.rules!r} give" if c.retrieval == "keyword" else "the benchmark gives"
+    say(
+      f"warning: the skill library has no skill of the family {family!r} that {by} a task; it has "
+      f"{', '.join(found.families)}. Such tasks get what it says of all families alone"
+    )
+
   if c.retrieval == "family":
-    retrieve = retrieval.by_family(found, max_mistakes=c.max_mistakes, **options)
+    retrieve = retrieval.by_family(found, unmet=unmet, **options)
   elif c.retrieval == "keyword":
-    retrieve = retrieval.by_keyword(found, c.rules, max_mistakes=c.max_mistakes, **options)
+    retrieve = retrieval.by_keyword(found, c.rules, unmet=unmet, **options)
   else:
     embed = retrieval.sentence_embedder(c.embedder) if c.embedder else retrieval.word_embedder()
-    retrieve = retrieval.by_embedding(found, embed, max_mistakes=c.max_mistakes, **options)
+    retrieve = retrieval.by_embedding(found, embed, **options)
   fits = lambda text: len(run.tokenizer.encode(text)) <= c.max_tokens  # noqa: E731
   return functools.cache(lambda task, family: retrieve(task, family, fits=fits))
 

@@ -247,6 +247,21 @@ def test_every_retrieval_finds_the_familys_text_and_asks_once_a_task(tmp_path, m
   assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+  ("by", "why"), [("family", "the benchmark gives"), ("keyword", "config.library.rules='alfworld' give")]
+)
+def test_a_family_without_a_skill_is_warned_of_once(tmp_path, capsys, by, why):
+  with_library(tmp_path)
+  text = library_text(make(tmp_path, "sdar", **{"library.retrieval": by}))
+  capsys.readouterr()
+  text("heat some potato and put it in shelf", "heat")
+  assert "warning" not in capsys.readouterr().err
+  for number in range(3):
+    assert text(f"clean some plate {number}", "clean") == "finish one thing. walk straight."
+  (line,) = capsys.readouterr().err.splitlines()
+  assert f"no skill of the family 'clean' that {why} a task; it has heat." in line
+
+
 def test_a_library_of_ones_own_is_read_from_its_path(tmp_path):
   with_library(tmp_path)
   library.save(tmp_path / "mine.json", Library(general=(Skill("general_001", "t", "think twice"),)))
