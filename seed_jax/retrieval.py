@@ -117,6 +117,9 @@ OTHER_NAMES = {"alfworld": "household", "household": "alfworld"}
 def by_keyword(library: Library, rules: str | Callable[[str], str], **options: Any) -> Retriever:
   """`by_family` with the family that the task sentence says by `rules`: a name in RULES, or a function of the sentence.
   The family that it is called with is not looked at. ValueError for an unknown name.
+
+  "alfworld" are SkillRL's names, "household" those of `envs`; where the library has no skill by the one name of a task
+  it is looked for by the other, so either finds its way in a library of either.
   """
   named = [rules]
   if isinstance(rules, str):
@@ -197,7 +200,7 @@ def sentence_embedder(model: str, **options: Any) -> Embedder:
     from sentence_transformers import SentenceTransformer
   except ImportError:
     raise ValueError(
-      "retrieval by embedding needs the package sentence-transformers: pip install sentence-transformers"
+      "retrieval by embedding needs the package sentence-transformers: pip install 'seed_jax[embeddings]'"
     ) from None
   encoder = SentenceTransformer(model, **options)
   return lambda texts: np.asarray(encoder.encode(list(texts), show_progress_bar=False), np.float32)

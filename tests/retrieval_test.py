@@ -1,6 +1,8 @@
 """Which skills a task gets."""
 
+import pathlib
 import sys
+import tomllib
 import types
 
 import numpy as np
@@ -270,8 +272,10 @@ def test_shared_words_are_near_without_a_model():
 
 def test_the_sentence_model_is_imported_only_when_asked_for(monkeypatch):
   assert "sentence_transformers" not in sys.modules
+  extras = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+  assert [line.partition(">")[0] for line in extras["optional-dependencies"]["embeddings"]] == ["sentence-transformers"]
   monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-  with pytest.raises(ValueError, match="pip install sentence-transformers"):
+  with pytest.raises(ValueError, match="pip install 'seed_jax.embeddings.'"):
     retrieval.sentence_embedder("some/model")
 
   class SentenceTransformer:

@@ -122,7 +122,8 @@ def test_a_frozen_analyzer_is_the_policy_that_training_began_from(tmp_path, monk
   assert engine.told == ["start", "stats"]  # these tokens are no tokens of the rollout
 
 
-def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["opid", "seed_external_analyzer"])
+def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeypatch, name):
   asked = []
 
   class Analyzer:
@@ -131,7 +132,7 @@ def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeyp
       return ['{"episode_summary": "s", "episode_skill": "heat it"}', None]
 
   monkeypatch.setattr(skill_branch, "make_analyzer", lambda run: Analyzer())
-  branch, engine = branch_of(tmp_path, "opid"), Engine()
+  branch, engine = branch_of(tmp_path, name), Engine()
   played = [episode(0, 0), episode(0, 1, error="broke off"), episode(1, 0, turns=0), episode(1, 1)]
   log = branch.write(played, engine, 0)
   assert branch.reading is None and not engine.told and asked == [played[0], played[3]]
@@ -168,6 +169,7 @@ EXPECTED = {
   "seed": ["put it down", "heat first", "look at shelves", ""],
   "seed_frozen_analyzer": ["put it down", "heat first", "look at shelves", ""],
   "opid": ["put it down", "heat first", "look at shelves", ""],
+  "seed_external_analyzer": ["put it down", "heat first", "look at shelves", ""],
   "seed_skill_of_group": ["heat first", "put it down", "", ""],
   "seed_success_only": ["put it down", "", "look at shelves", ""],
   "seed_failure_only": ["", "heat first", "", ""],
@@ -210,9 +212,8 @@ def test_random_text_has_the_length_of_the_own_skill_and_nothing_of_it(tmp_path)
 def test_library_text_is_shown_in_the_prompts_of_rollouts_where_the_method_says_so(tmp_path):
   with_library(tmp_path)
   for name in methods.names():
-    if name != "opid":  # needs an analyzer
-      text = branch_of(tmp_path, name).shown
-      assert callable(text) == (name in ("skill_grpo", "skill_grpo_star")), name
+    text = branch_of(tmp_path, name).shown
+    assert callable(text) == (name in ("skill_grpo", "skill_grpo_star")), name
   text = branch_of(tmp_path, "skill_grpo").shown
   assert text(episode(family="heat")).startswith("open the microwave. close")
   assert text(episode(family="cool")) == "finish one thing. walk straight."
