@@ -17,14 +17,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from seed_jax import batching, propositions, sharding
+from seed_jax import batching, losses, propositions, sharding
 from seed_jax.batching import RowShape, Sample
 from seed_jax.learn import Scoring
+from seed_jax.methods import Method
 from seed_jax.propositions import Contexts
 from seed_jax.trajectory import Trajectory
 from seed_jax.update import Batch
 
 ROWS = sharding.ROWS[0]
+
+
+@functools.cache
+def check(method: Method, beta: float) -> None:
+  """Raises ValueError for a method of whose loss the propositions say nothing.
+
+  They are about an auxiliary loss whose weight of a token, w = -d loss / d logprobs at the policy that sampled, is
+  SEED's gate or differs from it by a constant: r = pi w / Z of proposition 1 needs a w that is not negative, and
+  proposition 3's beta / 4 is the steepest slope of the sigmoid. Measured on numbers, so that it holds for a loss of
+  one's own, too. A method that moves its advantages by the skill context has no zero RL gradient of its own to measure.
+  """
+  why = "the propositions of train.theory_every are about an auxiliary loss that weighs tokens by the gate, but method"
+  if not method.needs_skills:
+    raise ValueError(f"{why} {method.name!r} scores no skill context; set train.theory_every=0")
+  if method.auxiliary is None or method.transform is not None or method.regrade is not None:
+    raise ValueError(f"{why} {method.name!r} changes advantages by the skill context; set train.theory_every=0")
+  logprobs, gap = np.meshgrid(np.linspace(-6.0, -0.1, 7), np.linspace(-4.0, 4.0, 9))
+  logprobs, pair = logprobs.astype(np.float32), dict(skill_logprobs=(logprobs + gap).astype(np.float32))
+
+  def loss(x):
+    return jnp.sum(method.auxiliary(logprobs=x, old_logprobs=jax.lax.stop_gradient(x), beta=beta, **pair))
+
+  apart = -jax.grad(loss)(logprobs) - losses.opd_gate(logprobs=logprobs, beta=beta, **pair)
+  if not float(jnp.ptp(apart)) < 1e-4:  # NaN, too
+    raise ValueError(
+      f"{why} {method.name!r} weighs them otherwise (by up to {float(jnp.ptp(apart)):.3g} at opd_beta={beta:g}); "
+      "set train.theory_every=0"
+    )
 
 
 def measure(
@@ -43,7 +72,7 @@ def measure(
     params: the current policy, theta_k.
     start_params: the policy that training started from; the same shapes.
     minibatches: the iteration's, scored or not: tokens, masks and advantages are read, log-probabilities are not.
-    scoring: model, beta and temperature.
+    scoring: the method with its loss and its teacher, the model, beta and temperature.
     tied: for each batch of `minibatches` float32 [M, B, R], 1 on the tokens of groups whose rewards are all equal.
     contexts: how many at most; each row gives contexts // B, but at least one.
     seed: of the draw of batch, rows, positions and tokens.
@@ -55,8 +84,9 @@ def measure(
   Needs the mesh to be set, and memory for four gradients. Compiled once a row shape, see `programs`.
 
   Raises:
-    ValueError: batches without a skill context.
+    ValueError: batches without a skill context, or a method that `check` refuses.
   """
+  check(scoring.method, float(scoring.loss.opd_beta))
   pairs = [pair for part, flags in zip(minibatches, tied, strict=True) for pair in zip(part, flags, strict=True)]
   if any(batch.skill is None for batch, _ in pairs):
     raise ValueError(f"method {scoring.method.name!r} scores no skill context; the propositions compare two contexts")
@@ -66,9 +96,10 @@ def measure(
   _, B, R = batch.mask.shape
   seed = np.uint32(seed % 2**32)
   chosen = choose(batch, flags, seed, columns=min(max(contexts // B, 1), R))
+  teacher = start_params if scoring.method.teacher == "start" else params
   found = {
-    "prop1": propositions.proposition_1(params, chosen, seed, scoring),
-    "prop2": propositions.proposition_2(params, chosen, scoring),
+    "prop1": propositions.proposition_1(params, teacher, chosen, seed, scoring),
+    "prop2": propositions.proposition_2(params, teacher, chosen, scoring),
     "prop3": propositions.proposition_3(params, start_params, chosen, scoring),
   }
   named = {"theory_contexts": chosen.count} | {

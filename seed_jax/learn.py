@@ -61,6 +61,11 @@ class Scoring:
         f"method {self.method.name!r} weighs all turns of an iteration at once, so that "
         f"rescore={self.rescore!r} has no meaning; use rescore=iteration"
       )
+    if self.rescores and self.method.transform is not None:
+      raise ValueError(
+        f"method {self.method.name!r} compares the skill context with the policy at the start of the iteration; with "
+        f"rescore={self.rescore!r} it would compare two policies, too; use rescore=iteration"
+      )
 
   @property
   def batch_options(self) -> dict:

@@ -2,14 +2,15 @@
 
 What an analyzer wrote after a success becomes a skill of the family, after a failure a mistake to avoid. A text counts
 once however often it was written; the more tasks it was written for, the earlier it stands; a text whose n-grams are
-mostly those of earlier ones is left out; a text that was written in several families becomes general advice. The same
-episodes give the same library in whatever order they come.
+mostly those of earlier ones is left out; what was written in several families, as a whole text or as a clause, becomes
+general advice. The same episodes give the same library in whatever order they come.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from seed_jax.skill_quality import coverage, ngrams, normalised
 from seed_jax.skills import MAX_SKILL_CHARS, clean
 
 TITLE_WORDS, TITLE_CHARS = 6, 60
+CLAUSE_WORDS = 3  # a shorter clause is no advice
+_ENDS = re.compile(r"(?<=[,;:.!?])\s+|,?\s+then\s+|[。！？、；]")
 
 
 @dataclasses.dataclass
@@ -44,6 +47,14 @@ class _Written:
     """Whether it was written after successes at least as often as after failures."""
     return self.outcomes["success"] >= self.outcomes["failure"]
 
+  def take(self, other: _Written) -> None:
+    """Adds what was written elsewhere; the family stays."""
+    self.texts += other.texts
+    self.outcomes += other.outcomes
+    self.tasks |= other.tasks
+    self.sentences += other.sentences
+    self.summaries += other.summaries
+
 
 def build_library(
   trajectories: Iterable[Any],
@@ -59,11 +70,11 @@ def build_library(
 
   Args:
     per_family, general, mistakes_per_family: entries at most.
-    min_families: a success text that was written in so many families is general; a failure text becomes a mistake that
-      is common to all.
+    min_families: a success text, or a clause of success texts, that was written in so many families is general; a
+      failure text becomes a mistake that is common to all.
     min_novelty: share of a text's n-grams that must not occur in the entries before it, of the same list; 0 keeps all.
-    rewrite: (skill, task sentence) -> the text to collect instead, "" to leave it out: where skills name the things of
-      one room, this is the place to make them say it of any.
+    rewrite: (skill or summary, task sentence) -> the text to collect instead, "" to leave it out: where skills name the
+      things of one room, this is the place to make them say it of any (`abstraction.abstraction`).
 
   Episodes without a skill, or with neither outcome, say nothing; without any the library is empty. Raises ValueError
   for limits that make no sense.
@@ -76,13 +87,18 @@ def build_library(
   written, episodes = _collect(trajectories, rewrite)
   families = sorted({family for family, _ in written})
   skills, failures = _by_text(written, True), _by_text(written, False)
-  shared = [_merged(found) for found in skills.values() if len(found) >= min_families]
+  alike = {key: found for key, found in skills.items() if len(found) >= min_families}
+  parts = [found for found in _clauses(written, alike).values() if len(found) >= min_families]
+  shared = [_merged(found) for found in (*alike.values(), *parts)]
   common = [_merged(found) for found in failures.values() if len(found) >= min_families]
   own = {f: [w[f] for w in skills.values() if f in w and len(w) < min_families] for f in families}
   wrong = {f: [w[f] for w in failures.values() if f in w and len(w) < min_families] for f in families}
   mistakes = [(f, w) for f in ("", *families) for w in _chosen(wrong.get(f, common), mistakes_per_family, min_novelty)]
   return Library(
-    general=tuple(_skill(f"general_{i:03d}", w) for i, w in enumerate(_chosen(shared, general, min_novelty), 1)),
+    general=tuple(
+      _skill(f"general_{i:03d}", w, f"the task is of a family such as {w.family}")
+      for i, w in enumerate(_chosen(shared, general, min_novelty), 1)
+    ),
     by_family={
       family: tuple(
         _skill(f"{family}/{i:03d}", w) for i, w in enumerate(_chosen(own[family], per_family, min_novelty), 1)
@@ -113,7 +129,7 @@ def _collect(trajectories, rewrite) -> tuple[dict[tuple[str, str], _Written], in
     entry.outcomes[t.outcome] += 1
     entry.tasks.add(t.task_id)
     entry.sentences[clean(t.task, 400)] += 1
-    entry.summaries[clean(t.summary, 400)] += 1
+    entry.summaries[clean(rewrite(t.summary, t.task) if rewrite else t.summary, 400)] += 1
   return written, episodes
 
 
@@ -126,14 +142,23 @@ def _by_text(written, useful: bool) -> dict[str, dict[str, _Written]]:
   return found
 
 
+def _clauses(written, but: Iterable[str]) -> dict[str, dict[str, _Written]]:
+  """The clauses of useful texts, as in `_by_text`, without those whose text is in `but`."""
+  found: dict[str, dict[str, _Written]] = {}
+  for (family, _), entry in sorted(written.items()):
+    parts = [part.strip(" ,;:.") for part in _ENDS.split(entry.text)] if entry.useful else []
+    for part in dict.fromkeys(parts):
+      key = normalised(part)
+      if len(key.split()) >= CLAUSE_WORDS and key not in but:
+        own = found.setdefault(key, {}).setdefault(family, _Written(family))
+        own.take(dataclasses.replace(entry, texts=collections.Counter({part: entry.count})))
+  return found
+
+
 def _merged(found: dict[str, _Written]) -> _Written:
-  out = _Written("")
+  out = _Written(", ".join(sorted(found)))
   for entry in found.values():
-    out.texts += entry.texts
-    out.outcomes += entry.outcomes
-    out.tasks |= entry.tasks
-    out.sentences += entry.sentences
-    out.summaries += entry.summaries
+    out.take(entry)
   return out
 
 
@@ -153,9 +178,10 @@ def _outcomes(written, family: str) -> collections.Counter:
   return sum((entry.outcomes for (f, _), entry in written.items() if f == family), collections.Counter())
 
 
-def _skill(name: str, entry: _Written) -> Skill:
+def _skill(name: str, entry: _Written, occasion: str = "") -> Skill:
   task = _commonest(entry.sentences)
-  return Skill(name, _title(entry.text), entry.text, f'the task is like "{task}"' if task else "")
+  like = f'the task is like "{task}"' if task else ""
+  return Skill(name, _title(entry.text), entry.text, occasion or like)
 
 
 def _mistake(name: str, family: str, entry: _Written) -> Mistake:

@@ -6,6 +6,7 @@ It is the control of SEED's on-policy skills (paper, table 2, row without on-pol
 from __future__ import annotations
 
 from seed_jax import library
+from seed_jax.abstraction import abstraction
 from seed_jax.annotate import load_annotated
 from seed_jax.library_builder import build_library
 from seed_jax.metrics import say
@@ -15,8 +16,11 @@ FILE = "library.json"  # by its name also the mark that the stage is done: a lib
 
 
 def run_library(run: Run) -> dict:
-  """Builds DIR/library.json from trajectories/annotated, with the options config.library.build."""
-  built = build_library(load_annotated(run), **run.config.library.build.to_dict())
+  """Builds DIR/library.json from trajectories/annotated, with the options config.library.build; what their skills name
+  of single rooms is abstracted.
+  """
+  episodes = load_annotated(run)
+  built = build_library(episodes, rewrite=abstraction(episodes), **run.config.library.build.to_dict())
   if not len(built):
     raise ConfigError(f"no annotated episode of {run.workdir} has a skill and an outcome; there is nothing to collect")
   library.save(run.workdir / FILE, built)

@@ -17,6 +17,7 @@ from seed_jax.token_losses import (
   opd_gate,
   opd_loss,
   per_token,
+  possible,
   same_shape,
   surrogate_of_ratio,
   truncated_importance_weights,
@@ -114,16 +115,28 @@ def opd_terms(
 
   `token_loss(*, logprobs, skill_logprobs, old_logprobs, beta)` is any auxiliary loss per token; without `old_logprobs`
   the policy is taken to be the one at the start of the updates. The term is a mean over tokens in every aggregation, as
-  in the official code. `gate_square` is the second moment about one
-  half (about the mean it would not add up, about zero it would lose the digits of a nearly constant gate).
+  in the official code. `gate_square` is the second moment about one half (about the mean it would not add up, about
+  zero it would lose the digits of a nearly constant gate). A token that is impossible with the skill, skill_logprobs
+  -inf, counts as `token_losses.possible` says.
+
+  Raises:
+    ValueError: arrays, or a result of `token_loss`, of another shape than `logprobs`.
   """
   logprobs, skill_logprobs, mask = same_shape(logprobs=logprobs, skill_logprobs=skill_logprobs, mask=mask)
   active = _skill_mask(mask, skill_mask)
   logprobs = _clear(logprobs, active)
+  skill_logprobs = possible(skill_logprobs, logprobs)
   old_logprobs = jax.lax.stop_gradient(logprobs if old_logprobs is None else old_logprobs)
+  found = token_loss(logprobs=logprobs, skill_logprobs=skill_logprobs, old_logprobs=old_logprobs, beta=opd_beta)
+  if jnp.shape(found) != logprobs.shape:  # a row's or a scalar would broadcast, and be another loss
+    name = getattr(token_loss, "__name__", repr(token_loss))
+    raise ValueError(
+      f"the auxiliary loss {name} gave shape {jnp.shape(found)} for logprobs of shape {logprobs.shape}; it must give "
+      "one value a token"
+    )
   gate = opd_gate(logprobs=logprobs, skill_logprobs=skill_logprobs, beta=opd_beta)
   values = {
-    "opd_loss": token_loss(logprobs=logprobs, skill_logprobs=skill_logprobs, old_logprobs=old_logprobs, beta=opd_beta),
+    "opd_loss": found,
     "gate_mean": gate,
     "gate_square": jnp.square(gate - 0.5),
     "gate_above_half": gate > 0.5,

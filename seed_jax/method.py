@@ -178,6 +178,11 @@ class Method:
     skill = dict(skill_logprobs=skill_logprobs, skill_mask=skill_mask)
     if self.transform is not None:
       advantages = self.transform(advantages=advantages, old_logprobs=old_logprobs, **skill, coef=transform_coef)
+      if jnp.shape(advantages) != jnp.shape(old_logprobs):
+        raise ValueError(
+          f"the transform of method {self.name!r} gave shape {jnp.shape(advantages)} for old_logprobs of shape "
+          f"{jnp.shape(old_logprobs)}; it must give one advantage a token"
+        )
     auxiliary, coef = (losses.no_auxiliary_loss, 0.0) if self.auxiliary is None else (self.auxiliary, opd_coef)
     return losses.seed_loss(
       advantages=advantages, **skill, opd_coef=coef, opd_beta=opd_beta, token_loss=auxiliary, **common

@@ -236,6 +236,13 @@ _TABLE = (
     )
     for base, name in ((SEED, "seed_frozen_teacher"), (_CENTRED, "seed_centred_frozen_teacher"))
   ),
+  _variant(
+    SEED,
+    "seed_external_analyzer",
+    f"[R] control: SEED with {SKILL_SOURCES['external']}",
+    context="external_hindsight",
+    skill_source="external",
+  ),
   _variant(SEED, "seed_constant_gate", "[R] control: SEED with the constant gate 1/2", loss_opd_beta=0.0),
   *(
     _variant(SEED, f"seed_{name}", f"[R] control: SEED with {SKILL_SOURCES[source]}", skill_source=source)

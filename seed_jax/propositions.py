@@ -4,7 +4,9 @@ Shapes: B rows, C contexts of a row, D model, V vocabulary.
 
 A context c is a response position: the tokens before it, and the same with the skill in context. The occupancy d_k of
 the paper is uniform over the contexts handed in. With l = log pi_k(v | c) and l' = log pi_k(v | c, skill), at the
-temperature of the rollout, the gate is w(c, v) = sigmoid(beta (l' - l)).
+temperature of the rollout, the gate is w(c, v) = sigmoid(beta (l' - l)). l' is that of the method's own teacher, and
+the loss is the method's own: its weight of a token, -d loss / d l, is the gate up to a constant (`instruments.check`),
+which moves no expectation, for E_v[grad log pi] = 0. So the propositions hold for it as they stand.
 
 The paper averages w over the skills that a context may get. Here each context has the one that its episode got, held
 fixed while v runs over the vocabulary. That skill has read the token that was sampled, so a gradient over the sampled
@@ -47,12 +49,12 @@ class Contexts:
 
 
 @jax.jit(static_argnames="scoring")
-def proposition_1(params, chosen: Contexts, seed: jax.Array, scoring: Scoring) -> dict[str, jax.Array]:
+def proposition_1(params, teacher, chosen: Contexts, seed: jax.Array, scoring: Scoring) -> dict[str, jax.Array]:
   """grad L_opd = E_c[Z(c) grad KL(r_k(. | c) || pi_theta(. | c))], r_k = pi_k w / Z: both sides as the parameters'
   gradients.
 
-  The left side is the expectation of `losses.opd_loss` over v ~ pi_k, all of the vocabulary; the right one is the
-  divergence itself, r_k and Z constants.
+  The left side is the expectation of the method's auxiliary loss over v ~ pi_k, all of the vocabulary; the right one is
+  the divergence itself, r_k and Z constants. `teacher` are the parameters that read the skill context.
 
   Returns:
     norm, kl_norm: of the left and of the right side.
@@ -65,13 +67,11 @@ def proposition_1(params, chosen: Contexts, seed: jax.Array, scoring: Scoring) -
   """
   beta = scoring.loss.opd_beta
   (hidden, head), pull = jax.vjp(lambda p: (_hidden(p, chosen.ordinary, scoring), decoder.head(p)), params)
-  skill_hidden = _hidden(params, chosen.skill, scoring)
+  skill_hidden, skill_head = _hidden(teacher, chosen.skill, scoring), decoder.head(teacher)
   drawn = redrawn(hidden, head, seed, scoring)
 
   def cotangents(per_context, *arrays):
     def objective(hidden, head):
-      skill_head = jax.lax.stop_gradient(head)
-
       def piece(h, h_skill, *arrays):
         return per_context(_log_policy(h, head, scoring), _log_policy(h_skill, skill_head, scoring), *arrays)
 
@@ -80,7 +80,7 @@ def proposition_1(params, chosen: Contexts, seed: jax.Array, scoring: Scoring) -
     return jax.grad(objective, argnums=(0, 1))(hidden, head)
 
   def expectation(logprobs, skill_logprobs):
-    loss = losses.opd_loss(logprobs=_present(logprobs), skill_logprobs=_present(skill_logprobs), beta=beta)
+    loss = _auxiliary(_present(logprobs), _present(skill_logprobs), scoring)
     return jnp.sum(jnp.exp(jax.lax.stop_gradient(logprobs)) * loss, axis=-1)
 
   def divergence(logprobs, skill_logprobs):
@@ -91,8 +91,7 @@ def proposition_1(params, chosen: Contexts, seed: jax.Array, scoring: Scoring) -
     return jnp.exp(log_z) * jnp.sum(jnp.exp(target) * (_present(target) - _present(logprobs)), axis=-1)
 
   def sampled(logprobs, skill_logprobs, tokens):
-    pair = dict(logprobs=_of_tokens(logprobs, tokens), skill_logprobs=_of_tokens(skill_logprobs, tokens))
-    return losses.opd_loss(**pair, beta=beta)
+    return _auxiliary(_of_tokens(logprobs, tokens), _of_tokens(skill_logprobs, tokens), scoring)
 
   each = [cotangents(expectation), cotangents(divergence)]
   each += [cotangents(sampled, tokens) for tokens in (chosen.targets, drawn)]
@@ -125,9 +124,10 @@ def redrawn(hidden, head, seed, scoring: Scoring) -> jax.Array:
 
 
 @jax.jit(static_argnames="scoring")
-def proposition_2(params, chosen: Contexts, scoring: Scoring) -> dict[str, jax.Array]:
+def proposition_2(params, teacher, chosen: Contexts, scoring: Scoring) -> dict[str, jax.Array]:
   """||grad_z(c) L_opd,c||^2 in the norm of pi^-1, sum_v g_v^2 / pi_v, equals Var_{v ~ pi}[w(c, v)], z the logits over
-  the temperature; under tied rewards the RL gradient is 0 and this is not, unless the gate is constant.
+  the temperature; under tied rewards the RL gradient is 0 and this is not, unless the gate is constant. L_opd,c is the
+  expectation of the method's auxiliary loss; `teacher` are the parameters that read the skill context.
 
   Returns:
     opd, variance: the two sides, means over the contexts.
@@ -137,18 +137,18 @@ def proposition_2(params, chosen: Contexts, scoring: Scoring) -> dict[str, jax.A
     tied_rl: of the clipped surrogate's logit gradient, in the same norm, the mean over those: 0 if no reward differs.
   """
   beta = scoring.loss.opd_beta
-  hidden, skill_hidden = (_hidden(params, context, scoring) for context in (chosen.ordinary, chosen.skill))
-  head = decoder.head(params)
+  hidden, head = _hidden(params, chosen.ordinary, scoring), decoder.head(params)
+  skill_hidden, skill_head = _hidden(teacher, chosen.skill, scoring), decoder.head(teacher)
   advantages = chosen.advantages * scoring.method.policy_gradient
 
   def piece(h, h_skill, targets, advantages):
-    logits, skill_logprobs = _log_policy(h, head, scoring), _present(_log_policy(h_skill, head, scoring))
+    logits, skill_logprobs = _log_policy(h, head, scoring), _present(_log_policy(h_skill, skill_head, scoring))
     logprobs = _present(logits)
     pi = jnp.exp(logits)
 
     def opd(z):
       now = _present(jax.nn.log_softmax(z, axis=-1))
-      return jnp.sum(pi * losses.opd_loss(logprobs=now, skill_logprobs=skill_logprobs, beta=beta))
+      return jnp.sum(pi * _auxiliary(now, skill_logprobs, scoring))
 
     def rl(z):
       now, old = (_of_tokens(x, targets) for x in (jax.nn.log_softmax(z, axis=-1), logits))
@@ -191,7 +191,8 @@ def proposition_3(params, start_params, chosen: Contexts, scoring: Scoring) -> d
   The paper's A_j is an older analyzer: what it wrote differs, and the current policy scores both texts. To write other
   skills would take another rollout; here the text is the same and the older policy, that training started from, scores
   it: Delta_j(x) = log pi_start(v | c, skill) - log pi_k(v | c). The proof is the same, for it asks only how far the
-  Deltas are apart.
+  Deltas are apart. Of a method whose teacher is the older policy this is how far its gradient is from the one with
+  itself as the teacher.
 
   Returns:
     measured: the left side. bound: the right side. ratio: measured / bound.
@@ -238,6 +239,14 @@ def proposition_3(params, start_params, chosen: Contexts, scoring: Scoring) -> d
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _auxiliary(logprobs, skill_logprobs, scoring):
+  """The method's auxiliary loss [..., V] or [B, C] at theta = theta_k: the old policy is the present one."""
+  old = jax.lax.stop_gradient(logprobs)
+  return scoring.method.auxiliary(
+    logprobs=logprobs, skill_logprobs=skill_logprobs, old_logprobs=old, beta=scoring.loss.opd_beta
+  )
 
 
 def _hidden(params, context, scoring):

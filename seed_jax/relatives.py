@@ -16,7 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from seed_jax.token_losses import opd_gate, per_token, same_shape
+from seed_jax.token_losses import opd_gate, per_token, possible, same_shape
 
 SKILL_SD_EXPONENT_CAP = 20.0
 SKILL_SD_LOG_RATIO_CAP = 10.0
@@ -165,7 +165,7 @@ def _gap(advantages, old_logprobs, skill_logprobs, skill_mask):
   old_logprobs, skill_logprobs = same_shape(old_logprobs=old_logprobs, skill_logprobs=skill_logprobs)
   advantages = per_token(advantages, old_logprobs, "advantages")
   skilled = per_token(skill_mask, old_logprobs, "skill_mask") > 0
-  return advantages, jnp.where(skilled, skill_logprobs - old_logprobs, 0.0), skilled
+  return advantages, jnp.where(skilled, possible(skill_logprobs, old_logprobs) - old_logprobs, 0.0), skilled
 
 
 def _where_skilled(skilled, transformed, advantages):

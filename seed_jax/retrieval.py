@@ -29,16 +29,24 @@ class Retriever(Protocol):
 
 
 def by_family(
-  library: Library, *, top_k: int = 6, max_mistakes: int = 5, render: str | Rendering = "markdown"
+  library: Library,
+  *,
+  top_k: int = 6,
+  max_mistakes: int = 5,
+  render: str | Rendering = "markdown",
+  unmet: Callable[[str], None] = lambda family: None,
 ) -> Retriever:
   """SkillRL's template mode with a known family: the first `top_k` general skills in document order (all `dyn_` ones,
   then static ones up to top_k), all skills of the family, and at most `max_mistakes` mistakes, its own before those
-  that are common to all families. A family without skills gets the general ones.
+  that are common to all families. A family without skills gets the general ones; `unmet(family)` is told so at every
+  such call, where the library has skills of other families.
   """
   render = _checked(top_k, max_mistakes, render)
 
   def retrieve(task: str, family: str, *, fits: Callable[[str], bool] | None = None) -> str:
     del task
+    if library.families and family not in library.families:
+      unmet(family)
     mistakes = _mistakes(library, family, max_mistakes)
     selection = Selection(family, library.by_family.get(family, ()), general_skills(library, top_k), mistakes)
     return largest(selection, render, fits)
@@ -90,22 +98,40 @@ WEBSHOP_RULES = KeywordRules(
   ),
   default="other",
 )
-RULES = {"alfworld": ALFWORLD_RULES, "webshop": WEBSHOP_RULES}
+# The six families of `envs`, as libraries that are built here name them, from ALFWorld's and the household's sentences.
+HOUSEHOLD_RULES = KeywordRules(
+  (
+    ("look", (("look", "under"), ("look", "with"), ("examine",))),
+    ("pick2", (("two",),)),
+    ("clean", (("clean",),)),
+    ("heat", _any("heat hot")),
+    ("cool", _any("cool cold")),
+  ),
+  default="pick",
+)
+RULES = {"alfworld": ALFWORLD_RULES, "household": HOUSEHOLD_RULES, "webshop": WEBSHOP_RULES}
+# The same sentences by other names: tried where the library has no skill of the first name.
+OTHER_NAMES = {"alfworld": "household", "household": "alfworld"}
 
 
 def by_keyword(library: Library, rules: str | Callable[[str], str], **options: Any) -> Retriever:
   """`by_family` with the family that the task sentence says by `rules`: a name in RULES, or a function of the sentence.
   The family that it is called with is not looked at. ValueError for an unknown name.
+
+  "alfworld" are SkillRL's names, "household" those of `envs`; where the library has no skill by the one name of a task
+  it is looked for by the other, so either finds its way in a library of either.
   """
+  named = [rules]
   if isinstance(rules, str):
     if rules not in RULES:
       raise ValueError(f"keyword rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
-    rules = RULES[rules]
+    named = [RULES[name] for name in (rules, OTHER_NAMES.get(rules)) if name]
   inner = by_family(library, **options)
 
   def retrieve(task: str, family: str, *, fits: Callable[[str], bool] | None = None) -> str:
     del family
-    return inner(task, rules(task), fits=fits)
+    says = [name(task) for name in named]
+    return inner(task, next((name for name in says if name in library.families), says[0]), fits=fits)
 
   return retrieve
 
@@ -174,7 +200,7 @@ def sentence_embedder(model: str, **options: Any) -> Embedder:
     from sentence_transformers import SentenceTransformer
   except ImportError:
     raise ValueError(
-      "retrieval by embedding needs the package sentence-transformers: pip install sentence-transformers"
+      "retrieval by embedding needs the package sentence-transformers: pip install 'seed_jax[embeddings]'"
     ) from None
   encoder = SentenceTransformer(model, **options)
   return lambda texts: np.asarray(encoder.encode(list(texts), show_progress_bar=False), np.float32)

@@ -16,7 +16,7 @@ from seed_jax.engine import Engine
 from seed_jax.library_stage import FILE as LIBRARY
 from seed_jax.library_stage import run_library
 from seed_jax.methods import Method
-from seed_jax.metrics import is_writer
+from seed_jax.metrics import is_writer, say
 from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import Trajectory
 
@@ -28,14 +28,23 @@ def library_text(run: Run) -> Callable[[str, str], str]:
   """text(task, family): what the run's skill library says about a task, within config.library.max_tokens."""
   c = run.config.library
   found = library.load(_library_path(run))
-  options = dict(top_k=c.top_k, render=c.render)
+  options = dict(top_k=c.top_k, render=c.render, max_mistakes=c.max_mistakes)
+
+  @functools.cache  # once a family
+  def unmet(family):
+    by = f"config.library.rules={c.rules!r} give" if c.retrieval == "keyword" else "the benchmark gives"
+    say(
+      f"warning: the skill library has no skill of the family {family!r} that {by} a task; it has "
+      f"{', '.join(found.families)}. Such tasks get what it says of all families alone"
+    )
+
   if c.retrieval == "family":
-    retrieve = retrieval.by_family(found, max_mistakes=c.max_mistakes, **options)
+    retrieve = retrieval.by_family(found, unmet=unmet, **options)
   elif c.retrieval == "keyword":
-    retrieve = retrieval.by_keyword(found, c.rules, max_mistakes=c.max_mistakes, **options)
+    retrieve = retrieval.by_keyword(found, c.rules, unmet=unmet, **options)
   else:
     embed = retrieval.sentence_embedder(c.embedder) if c.embedder else retrieval.word_embedder()
-    retrieve = retrieval.by_embedding(found, embed, max_mistakes=c.max_mistakes, **options)
+    retrieve = retrieval.by_embedding(found, embed, **options)
   fits = lambda text: len(run.tokenizer.encode(text)) <= c.max_tokens  # noqa: E731
   return functools.cache(lambda task, family: retrieve(task, family, fits=fits))
 
@@ -63,7 +72,7 @@ class SkillBranch:
     self.shown = shown(run, method.in_rollouts)
     self._analyzer = make_analyzer(run) if method.skill_source == "external" else None
     self._keep = run.config.train.keep_skills if method.needs_analysis else 0
-    self._seen = skill_quality.Seen()
+    self._seen, self._known = skill_quality.Seen(), []
     if method.needs_skills:
       name = "own" if method.skill_source in OTHER_WRITERS else method.skill_source
       self._source = skill_sources.get(name)
@@ -73,6 +82,8 @@ class SkillBranch:
     if self._keep and is_writer():  # what was seen is a metric, and process 0 writes those
       skill_log.drop_after(run.workdir / SKILLS, resume)
       self._seen.add(row["skill"] for row in skill_log.read(run.workdir / SKILLS))
+      path = _library_file(run)
+      self._known = library.load(path).texts if path.exists() else []
 
   @property
   def keeps(self) -> bool:
@@ -122,18 +133,24 @@ class SkillBranch:
     won = np.asarray([t.won for t in trajectories], bool)
     pair = {name: tokens[name] for name in ("logprobs", "skill_logprobs", "mask")}
     worth = skill_quality.log_prob_gain(**pair, won=won[np.clip(tokens["episode"], 0, None)])
-    log = skill_quality.measure(trajectories, self._seen, tokens=lambda text: len(self.run.tokenizer.encode(text)))
+    options = dict(tokens=lambda text: len(self.run.tokenizer.encode(text)), references=self._known)
+    log = skill_quality.measure(trajectories, self._seen, **options)
     rows = skill_log.rows_of(trajectories, gains)
     kept = skill_log.write(self.run.workdir / SKILLS, iteration, rows, max_rows=self._keep)
     self._seen.add(row["skill"] for row in kept)
     return log | {"skill_gain_on_success": worth["gain"], "skill_gain_positive": worth["positive"]}
 
 
+def _library_file(run: Run) -> epath.Path:
+  """Where the run's skill library is, or would be: config.library.path, else in the work directory."""
+  return epath.Path(run.config.library.path) if run.config.library.path else run.workdir / LIBRARY
+
+
 def _library_path(run: Run) -> epath.Path:
-  """config.library.path, else the library of the work directory, which is built where it is missing."""
+  """`_library_file`; the one of the work directory is built where it is missing."""
+  path = _library_file(run)
   if run.config.library.path:
-    return epath.Path(run.config.library.path)
-  path = run.workdir / LIBRARY
+    return path
   if hosts.from_first("the skill library", path.exists):
     return path
   run_library(run)

@@ -122,6 +122,14 @@ def token_entropy(logits):
 # --- helpers, of `losses` too -----------------------------------------------------------------------------------------
 
 
+def possible(skill_logprobs, logprobs):
+  """skill_logprobs, and where one is -inf the policy's own less LOG_RATIO_CAP: a skill that rules a sampled token out
+  is as far away as the ratios reach. 0 * inf would be NaN in the gate's loss; a finite number stays what it is.
+  """
+  furthest = jax.lax.stop_gradient(logprobs) - LOG_RATIO_CAP
+  return jnp.where(jnp.isneginf(skill_logprobs), furthest, skill_logprobs)
+
+
 def per_token(values, like, name: str):
   """[B] or [B, T] -> [B, T]. A [B] array is never left to broadcast over T, where B == T would hide the mistake."""
   values = jnp.asarray(values, jnp.float32)

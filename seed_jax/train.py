@@ -41,6 +41,8 @@ def run_train(run: Run) -> dict:
   method = methods.get(run.config.method)
   start_from = c.start_from or ("sft" if method.needs_sft or run.done("sft") else "base")
   started = time.monotonic()
+  if c.theory_every:
+    instruments.check(method, float(c.loss.opd_beta))
 
   # ---- the policy, its frozen copy as reference, the optimizer
   model, params = run.load_policy(start_from)
@@ -172,8 +174,7 @@ def run_train(run: Run) -> dict:
   if method.trains:
     count = c.minibatches if method.replay is None else max(c.minibatches, 2)  # replayed ones are scored as later ones
     learning = learn.programs(step_fn, state, reference, scoring, shapes, run.mesh, minibatches=count, teacher=teacher)
-  theory = c.theory_every and method.needs_skills and teacher is None  # propositions about a policy that teaches itself
-  if theory:
+  if c.theory_every:
     learning += instruments.programs(params, scoring, shapes, run.mesh, contexts=c.theory_contexts)
   others = [("advantages", lambda: advantages_of([]))] + [("copy", lambda: copied(params))] * c.async_level
   others += regrade.programs() + replay.programs()
@@ -230,7 +231,7 @@ def run_train(run: Run) -> dict:
         log["row_fill"] = batching.row_fill(samples, [b for part in minibatches for b in part])
 
       # ---- now and then, the paper's propositions on this policy
-      if theory and iteration % c.theory_every == 0 and samples:
+      if c.theory_every and iteration % c.theory_every == 0 and samples:
         with timer("theory"), jax.set_mesh(run.mesh):
           scores = credit.turn_scores(trajectories, reward_scale=c.reward_scale, invalid_penalty=c.invalid_penalty)
           tied = instruments.tied_grids(trajectories, scores, parts, shapes, run.mesh)

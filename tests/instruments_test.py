@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from batch_cases import CONFIG as TWO_LAYERS
 from batch_cases import samples
+from tiny_config import get_config
 
-from seed_jax import batching, instruments, learn, methods, ops, propositions, sharding
+from seed_jax import batching, instruments, learn, methods, ops, propositions, sharding, train
 from seed_jax.batching import RowShape
 from seed_jax.metrics import CompileCounter
 from seed_jax.models import decoder
+from seed_jax.run import Run
 from seed_jax.update import LossConfig
 
 CONFIG = dataclasses.replace(TWO_LAYERS, num_layers=1, num_valid_tokens=61)  # three rows of the table are no tokens
@@ -113,7 +115,8 @@ def expected(params, start):
     return by_definition(params, start)
 
 
-def by_definition(params, start):
+def by_definition(params, start, *, teacher="current", less=0.0):
+  """Of a loss that weighs tokens by the gate less a constant, with the skill context read by that teacher."""
   some = tied_samples()
   with_skill = [s for s in some if s.skill_tokens is not None]
   tied = np.concatenate([np.full(len(s.targets), i % 2 == 0) for i, s in enumerate(some) if s.skill_tokens is not None])
@@ -123,8 +126,8 @@ def by_definition(params, start):
   own, now, old = (
     np.asarray(log_policy(p, c), np.float64) for p, c in ((params, ordinary), (params, skill), (start, skill))
   )
-  pi, w = np.exp(own), sigmoid(BETA * (now - own))
-  stale = sigmoid(BETA * (old - own))
+  pi, w = np.exp(own), sigmoid(BETA * ((now if teacher == "current" else old) - own))
+  stale, fresh = sigmoid(BETA * (old - own)), sigmoid(BETA * (now - own))
 
   @jax.jit
   def gradient(coefficients):  # of -mean over contexts of the sum of coefficient * log pi
@@ -132,13 +135,13 @@ def by_definition(params, start):
 
   one = np.zeros_like(pi)
   one[at, targets] = 1
-  exact, trained = gradient(pi * w), gradient(one * w)
+  exact, trained = gradient(pi * w), gradient(one * (w - less))
   inner = sum(
     np.sum(np.asarray(a, np.float64) * b) for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(trained), strict=True)
   )
   variance = (pi * w**2).sum(1) - (pi * w).sum(1) ** 2
   steepness = max(n * tree_norm(gradient(one * (at == i)[:, None])) for i in range(n))
-  moved = tree_norm(jax.tree.map(jnp.subtract, trained, gradient(one * stale)))
+  moved = tree_norm(jax.tree.map(jnp.subtract, gradient(one * fresh), gradient(one * stale)))
   gap = np.abs(now - old)[at, targets].mean()
   return {
     "contexts": n,
@@ -172,13 +175,35 @@ def test_every_number_is_that_of_its_definition(params, start, expected, mesh):
   assert out.keys() - {f"theory_{name}" for name in expected} == extra
 
 
+@pytest.mark.parametrize(
+  ("method", "of_it"),
+  [
+    ("seed_centred_gate", dict(less=0.5)),
+    ("seed_frozen_teacher", dict(teacher="start")),
+    ("seed_centred_frozen_teacher", dict(less=0.5, teacher="start")),
+  ],
+)
+def test_what_is_measured_is_the_methods_own_loss_and_teacher(params, start, expected, method, of_it):
+  some = tied_samples()
+  out = measured(params, start, some, even(some), scores=scoring(method=method))
+  with jax.set_mesh(MESH):
+    own = by_definition(params, start, **of_it)
+  for name, value in own.items():
+    assert out[f"theory_{name}"] == pytest.approx(float(value), rel=2e-5), name
+  assert out["theory_prop1_difference"] < 1e-5 and out["theory_prop2_difference"] < 1e-5
+  other = "prop1_sampled_norm" if "less" in of_it else "prop2_opd"  # not what SEED's loss would give
+  assert abs(out[f"theory_{other}"] / expected[other] - 1) > 0.05
+
+
 def test_pieces_of_the_vocabulary_change_nothing(params, monkeypatch):
   some = tied_samples()
   for proposition in (propositions.proposition_1, propositions.proposition_2):
     monkeypatch.setattr(ops, "CHUNK_LOGITS", 2**26)
-    whole = alone(proposition, params, some=some, flags=even(some))
+    whole = alone(proposition, params, params, some=some, flags=even(some))
     monkeypatch.setattr(ops, "CHUNK_LOGITS", 5 * 8 * 64)  # five of the 32 columns at a time: the last piece is padded
-    pieces = alone(proposition, params, some=some, flags=even(some), scores=scoring(kl_coef=0.5))  # another program
+    pieces = alone(
+      proposition, params, params, some=some, flags=even(some), scores=scoring(kl_coef=0.5)
+    )  # another program
     assert pieces.pop("difference") < 1e-5
     for name, value in pieces.items():
       assert value == pytest.approx(whole[name], rel=1e-5), name
@@ -208,7 +233,8 @@ def test_no_skill_and_no_tie_give_zero_and_no_nan(params, start):
 
 def test_rewards_that_differ_have_an_rl_gradient(params):
   some = tied_samples()
-  second = functools.partial(alone, propositions.proposition_2, params, some=some, flags=[1.0 - f for f in even(some)])
+  flags = [1.0 - f for f in even(some)]
+  second = functools.partial(alone, propositions.proposition_2, params, params, some=some, flags=flags)
   assert second()["tied_rl"] > 0.1
   silent = dataclasses.replace(methods.get("seed"), policy_gradient=False)
   assert second(scores=dataclasses.replace(scoring(), method=silent))["tied_rl"] == 0.0
@@ -317,6 +343,44 @@ def test_a_method_without_a_skill_context_is_refused(params):
     batch = batching.empty_batch(SHAPE, MESH, skills=False)
     with pytest.raises(ValueError, match="method 'grpo' scores no skill context"):
       instruments.measure(params, params, [[batch]], scoring(method="grpo"), tied=[[batch.mask]])
+
+
+REFUSED = {
+  "grpo": "scores no skill context",
+  "vanilla": "scores no skill context",
+  "istar": "scores no skill context",
+  "rlsd": "changes advantages by the skill context",
+  "opid": "changes advantages by the skill context",
+  "grsd": "changes advantages by the skill context",
+  "skill_sd": "weighs them otherwise",
+}
+
+
+def test_the_propositions_are_about_losses_that_weigh_by_the_gate():
+  for name, why in REFUSED.items():
+    with pytest.raises(ValueError, match=f"method '{name}' {why}.*; set train.theory_every=0") as raised:
+      instruments.check(methods.get(name), BETA)
+    assert "\n" not in str(raised.value)
+  for name in ("seed", "seed_without_sft", "seed_on_ties", "seed_centred_frozen_teacher", "sdar", "opsd"):
+    instruments.check(methods.get(name), BETA)
+  instruments.check(methods.get("grpo_opsd"), 0.0)
+
+  def own(*, logprobs, skill_logprobs, old_logprobs, beta):  # the gate, written in another way, and 3
+    return -logprobs * jax.lax.stop_gradient(1 / (1 + jnp.exp(beta * (old_logprobs - skill_logprobs))) + 3)
+
+  instruments.check(dataclasses.replace(methods.get("seed"), name="own", auxiliary=own), BETA)
+  with pytest.raises(ValueError, match="method 'own' weighs them otherwise .by up to 1 at opd_beta=5.; set"):
+    step = lambda *, logprobs, skill_logprobs, **_: jnp.maximum(skill_logprobs - logprobs, 0.0)  # noqa: E731
+    instruments.check(dataclasses.replace(methods.get("seed"), name="own", auxiliary=step), BETA)
+
+
+def test_training_refuses_them_before_it_loads_anything(tmp_path):
+  for name, why in (("grpo", "scores no skill context"), ("skill_sd", "weighs them otherwise")):
+    config = get_config(name)
+    config.train.theory_every = 10
+    with pytest.raises(ValueError, match=why):
+      train.run_train(Run(config, tmp_path / name, plain=True))
+    assert not (tmp_path / name).exists()
 
 
 def test_a_group_is_tied_when_no_turn_of_it_has_another_reward():

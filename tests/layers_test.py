@@ -21,7 +21,7 @@ ORDER = """
   records: progress metrics preemption profiling intervals across_seeds records
   learning: optimizer update checkpoint checkpoint_params
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
-  agent: library_builder skill_sources credit batching token_line learn rollout rollout_metrics
+  agent: abstraction library_builder skill_sources credit batching token_line learn rollout rollout_metrics
   measures: propositions instruments
   programs: workdir run unfinished reward_model regrade replay_buffer supervised curve base collect annotate
   programs: library_stage skill_branch sft train mechanism evaluate

@@ -1,5 +1,6 @@
 """The learning half of an iteration: which passes are made, that leaving some out changes nothing, what is compiled."""
 
+import dataclasses
 import functools
 
 import jax
@@ -248,6 +249,15 @@ def test_pairs_of_no_skill_are_empty(count):
     ("logprobs", "skill_logprobs", "mask", "episode"), (1, 0)
   )
   assert np.isnan(skill_quality.gain_by_episode(**found, num_episodes=2)).all()
+
+
+def test_scores_of_two_policies_are_not_mixed_in_an_advantage():
+  for name in ("rlsd", "opid"):
+    with pytest.raises(ValueError, match=f"method '{name}' compares .* with rescore='minibatch' it would .*; use resc"):
+      scoring(name, "minibatch")
+    assert not scoring(name).rescores
+  held = dataclasses.replace(methods.get("rlsd"), teacher="start")
+  assert not learn.Scoring(CONFIG, held, LOSS, "minibatch").rescores  # one teacher for all of them: nothing to mix
 
 
 def test_an_unknown_rescore_is_refused():

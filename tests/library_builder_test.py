@@ -8,6 +8,7 @@ from ml_collections import FrozenConfigDict
 from skill_cases import episode
 
 from seed_jax import library, library_stage
+from seed_jax.abstraction import abstraction
 from seed_jax.library_builder import build_library
 from seed_jax.run import ConfigError
 from seed_jax.trajectory import save_trajectories
@@ -104,6 +105,24 @@ def test_texts_may_be_rewritten_first():
   assert built.metadata["episodes"] == 4 and not built.general
 
 
+def test_a_clause_that_recurs_over_families_is_general_advice():
+  texts = [
+    episode(0, 0, "Open the drawer first, then heat it; move it to the target."),
+    episode(1, 0, "open the drawer first. Cool it, move it to the target", family="cool"),
+    episode(2, 0, "move it to the target!", family="pick"),
+    episode(3, 0, "do not wander about, open the window", family="look"),
+    *(episode(4, m, "do not wander about, open the window", family="pick", won=False) for m in range(2)),
+  ]
+  built = build_library(texts)
+  assert [s.principle for s in built.general] == ["move it to the target", "Open the drawer first"]  # of 3 and 2 tasks
+  assert built.general[0].when_to_apply == "the task is of a family such as cool, heat, pick"
+  assert [s.principle for s in built.by_family["heat"]] == [texts[0].skill], "the text as a whole stays its family's"
+  assert [s.principle for s in build_library(texts, min_families=3).general] == ["move it to the target"]
+  for seed in range(5):
+    random.Random(seed).shuffle(texts)
+    assert build_library(texts) == built
+
+
 def test_odd_inputs(tmp_path):
   assert len(build_library([])) == 0 == len(build_library([episode(), episode(member=1)]))
   odd = [
@@ -139,7 +158,9 @@ def run_in(tmp_path, episodes, options=None):
 def test_the_stage_leaves_a_library(tmp_path, capsys):
   run = run_in(tmp_path, EPISODES)
   record = library_stage.run_library(run)
-  assert library_stage.load_library(run) == build_library(EPISODES) == library.from_record(record)
+  expected = build_library(EPISODES, rewrite=abstraction(EPISODES))
+  assert library_stage.load_library(run) == expected == library.from_record(record)
+  assert expected.by_family["heat"][0].principle == "Heat it with the microwave, then move it to a place."
   assert "1 general skills, 2 of families, 2 mistakes" in capsys.readouterr().err
   library_stage.run_library(run_in(tmp_path, EPISODES, {"per_family": 1}))
   assert len(library_stage.load_library(run).by_family["heat"]) == 1

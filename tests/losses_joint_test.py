@@ -1,5 +1,6 @@
 """The joint objective: right values of independent implementations, a plain loop, metrics, micro-batches, sharding."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from loss_cases import random_batch
 
-from seed_jax import losses
+from seed_jax import losses, methods
 
 FIXED = hypothesis.settings(derandomize=True, deadline=None, max_examples=12, database=None)
 LOG = np.log
@@ -240,6 +241,47 @@ def test_another_token_loss_fits():
   )
   active = b["mask"] * b["skill_mask"][:, None]
   np.testing.assert_allclose(plain[1]["opd_loss"], -(b["logprobs"] * active).sum() / active.sum(), rtol=1e-5)
+
+
+def test_a_token_loss_gives_one_value_a_token():
+  """Where B == T a row's value would pass for a token's."""
+  square = random_batch(5, 5) | dict(skill_mask=np.ones(5))
+  by_row = lambda *, logprobs, **_: -logprobs.sum(1)  # noqa: E731
+  scalar = lambda *, logprobs, **_: -logprobs.mean()  # noqa: E731
+  for wrong, shape in ((by_row, "(5,)"), (scalar, "()"), (lambda *, logprobs, **_: -logprobs[:, :1], "(5, 1)")):
+    with pytest.raises(ValueError) as raised:
+      losses.seed_loss(**square, token_loss=wrong)
+    assert f"gave shape {shape} for logprobs of shape (5, 5); it must give one value a token" in str(raised.value)
+  with pytest.raises(ValueError, match="the auxiliary loss mean gave shape"):
+
+    def mean(*, logprobs, **_):
+      return -logprobs.mean()
+
+    jax.jit(lambda x: losses.seed_loss(**square | dict(logprobs=x), token_loss=mean)[0])(square["logprobs"])
+
+
+def test_a_transform_gives_one_advantage_a_token():
+  square = random_batch(5, 5) | dict(skill_mask=np.ones(5))
+  wrong = dataclasses.replace(methods.get("rlsd"), transform=lambda *, advantages, **_: advantages)
+  with pytest.raises(ValueError, match=r"transform of method 'rlsd' gave shape \(5,\) for old_logprobs of shape"):
+    wrong.loss(**square)
+
+
+@pytest.mark.parametrize("name", ["seed", "seed_centred_gate", "grpo_opsd", "skill_sd", "rlsd", "opid", "opsd"])
+def test_a_skill_that_rules_a_sampled_token_out_leaves_the_loss_finite(name):
+  method, case = methods.get(name), random_batch() | dict(mask=np.ones((6, 5)))
+  options = dict(opd_coef=0.5, transform_coef=0.5, opd_beta=methods.loss_settings(name).get("opd_beta", 5.0))
+  loss = lambda x, skill: method.loss(**case | dict(logprobs=x, skill_logprobs=skill), **options)  # noqa: E731
+  ruled_out, far = case["skill_logprobs"].copy(), case["skill_logprobs"].copy()
+  ruled_out[0, 1] = -np.inf
+  # the cut of log-ratios, below the policy that the skill context is compared with
+  far[0, 1] = case["old_logprobs" if name in ("rlsd", "opid") else "logprobs"][0, 1] - 80
+  call = jax.value_and_grad(loss, has_aux=True)
+  (value, metrics), gradient = call(case["logprobs"], ruled_out)
+  assert np.isfinite(value) and np.isfinite(gradient).all() and all(np.isfinite(x) for x in metrics.values())
+  (expected, _), slope = call(case["logprobs"], far)
+  np.testing.assert_array_equal(value, expected)
+  np.testing.assert_array_equal(gradient, slope)
 
 
 def test_sharded_rows_give_the_same():

@@ -84,7 +84,8 @@ def test_methods_that_make_no_sense_are_refused():
 LISTED = """vanilla skill_prompt grpo skill_grpo skill_grpo_star opsd grpo_opsd skill_sd rlsd sdar opid grsd gigpo istar
   seed seed_without_sft seed_without_opd seed_static_library rloo dr_grpo dapo spear gspo seed_constant_gate
   seed_skill_of_group seed_skill_of_other_task seed_success_only seed_failure_only seed_frozen_analyzer
-  seed_random_text seed_on_ties grpo_on_ties seed_centred_gate seed_frozen_teacher seed_centred_frozen_teacher"""
+  seed_external_analyzer seed_random_text seed_on_ties grpo_on_ties seed_centred_gate seed_frozen_teacher
+  seed_centred_frozen_teacher"""
 
 
 def test_every_listed_method_is_there_and_says_where_it_comes_from():
@@ -111,7 +112,7 @@ def test_where_texts_are_put():
   assert [n for n in methods.names() if not get(n).trains] == ["vanilla", "skill_prompt"]
   for name in ("sdar", "rlsd", "opsd", "seed_static_library"):
     assert get(name).needs_skills and not get(name).needs_analysis
-  for name in ("seed", "opid", "seed_skill_of_group", "seed_random_text"):
+  for name in ("seed", "opid", "seed_skill_of_group", "seed_random_text", "seed_external_analyzer"):
     assert get(name).needs_skills and get(name).needs_analysis
   with pytest.raises(ValueError, match="'vanilla' is evaluated as it is"):
     get("vanilla").loss(**batch()[0])

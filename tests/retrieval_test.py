@@ -1,11 +1,14 @@
 """Which skills a task gets."""
 
+import pathlib
 import sys
+import tomllib
 import types
 
 import numpy as np
 import pytest
 
+from envs import household_rooms
 from seed_jax import retrieval
 from seed_jax.library import Library, Mistake, Skill, markdown, tidy
 from seed_jax.retrieval import RULES, by_embedding, by_family, by_keyword
@@ -118,6 +121,14 @@ def test_negative_counts_are_refused():
     ("alfworld", "put some vase in safe", "pick_and_place"),
     ("alfworld", "put the wheat on the shelf", "pick_and_place"),
     ("alfworld", "", "pick_and_place"),
+    ("household", "look at some pillow under desklamp", "look"),
+    ("household", "examine the alarmclock with the desklamp.", "look"),
+    ("household", "find two books and put them on the bed", "pick2"),
+    ("household", "put a hot egg in fridge", "heat"),
+    ("household", "put a cool tomato in microwave", "cool"),
+    ("household", "put a clean spatula in drawer", "clean"),
+    ("household", "put some vase in safe", "pick"),
+    ("household", "", "pick"),
     ("webshop", "i need a long sleeve shirt, price lower than 30 dollars", "apparel"),
     ("webshop", "find me women's T-Shirts", "apparel"),
     ("webshop", "running shoes with rubber sole", "footwear"),
@@ -139,8 +150,49 @@ def test_the_sentence_decides_whatever_the_family():
   assert retrieve("clean a pan and heat it", "heat") == "c0." and retrieve("heat a pan", "clean") == "h0."
   assert by_keyword(library, lambda task: "heat", render="compact")("clean", "") == "h0."
   assert retrieve("heat a pan", "", fits=lambda text: False) == ""
-  with pytest.raises(ValueError, match="'sokoban' are unknown; choose one of alfworld, webshop"):
+  with pytest.raises(ValueError, match="'sokoban' are unknown; choose one of alfworld, household, webshop"):
     by_keyword(library, "sokoban")
+
+
+SKILLRL = ("pick_and_place", "look_at_obj_in_light", "clean", "heat", "cool", "examine")
+# What SkillRL's classes, which know no pick2, say of them.
+IN_SKILLRL = dict(zip(household_rooms.FAMILIES, (*SKILLRL[:5], "pick_and_place"), strict=True))
+ALFWORLD_SENTENCES = {  # of its six task types
+  "pick": "put some mug on desk",
+  "look": "examine the book with the desklamp",
+  "clean": "put a clean mug in cabinet",
+  "heat": "put a hot potato in fridge",
+  "cool": "put a cool mug in cabinet",
+  "pick2": "find two book and put them in bed",
+}
+
+
+@pytest.mark.parametrize("rules", ["alfworld", "household"])
+def test_every_family_of_the_household_gets_its_own_skills(rules):
+  families = household_rooms.FAMILIES
+  built = Library(general=skills("g", 1), by_family={f: skills(f"{f}_", 1) for f in families})
+  unmet = []
+  retrieve = by_keyword(built, rules, render="compact", unmet=unmet.append)
+  tasks = [(f, household_rooms.goal_sentence(f, "potato", "desklamp")) for f in families]
+  for family, task in [*tasks, *ALFWORLD_SENTENCES.items()]:
+    assert compact(retrieve, family, task) == [f"{family}_0", "g0"], task
+  theirs = Library(general=skills("g", 1), by_family={f: skills(f"{f}_", 1) for f in SKILLRL})
+  retrieve = by_keyword(theirs, rules, render="compact", unmet=unmet.append)
+  for family, task in tasks:
+    assert compact(retrieve, family, task) == [f"{IN_SKILLRL[family]}_0", "g0"], task
+  assert unmet == []
+
+
+def test_a_family_that_meets_no_skill_is_told_of():
+  unmet = []
+  by_family(LIBRARY, unmet=unmet.append)("t", "heat")
+  by_family(Library(), unmet=unmet.append)("t", "sing")
+  by_family(Library(general=skills("g", 1)), unmet=unmet.append)("t", "sing")  # for all families, as it was made
+  assert unmet == []
+  by_family(LIBRARY, unmet=unmet.append)("t", "sing")
+  by_keyword(LIBRARY, "alfworld", unmet=unmet.append)("put a potato in fridge", "heat")
+  by_keyword(LIBRARY, lambda task: "dance", unmet=unmet.append)("t", "heat")
+  assert unmet == ["sing", "pick_and_place", "dance"]
 
 
 # ---- by embedding
@@ -220,8 +272,10 @@ def test_shared_words_are_near_without_a_model():
 
 def test_the_sentence_model_is_imported_only_when_asked_for(monkeypatch):
   assert "sentence_transformers" not in sys.modules
+  extras = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+  assert [line.partition(">")[0] for line in extras["optional-dependencies"]["embeddings"]] == ["sentence-transformers"]
   monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-  with pytest.raises(ValueError, match="pip install sentence-transformers"):
+  with pytest.raises(ValueError, match="pip install 'seed_jax.embeddings.'"):
     retrieval.sentence_embedder("some/model")
 
   class SentenceTransformer:

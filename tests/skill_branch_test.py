@@ -122,7 +122,8 @@ def test_a_frozen_analyzer_is_the_policy_that_training_began_from(tmp_path, monk
   assert engine.told == ["start", "stats"]  # these tokens are no tokens of the rollout
 
 
-def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["opid", "seed_external_analyzer"])
+def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeypatch, name):
   asked = []
 
   class Analyzer:
@@ -134,7 +135,7 @@ def test_an_external_analyzer_reads_what_was_played_to_its_end(tmp_path, monkeyp
       return ['{"episode_summary": "s", "episode_skill": "heat it"}', None]
 
   monkeypatch.setattr(skill_branch, "make_analyzer", lambda run: Analyzer())
-  branch, engine = branch_of(tmp_path, "opid"), Engine()
+  branch, engine = branch_of(tmp_path, name), Engine()
   played = [episode(0, 0), episode(0, 1, error="broke off"), episode(1, 0, turns=0), episode(1, 1)]
   log = branch.write(played, engine, 0)
   assert branch.reading is None and not engine.told and asked == [played[0], played[3]]
@@ -171,6 +172,7 @@ EXPECTED = {
   "seed": ["put it down", "heat first", "look at shelves", ""],
   "seed_frozen_analyzer": ["put it down", "heat first", "look at shelves", ""],
   "opid": ["put it down", "heat first", "look at shelves", ""],
+  "seed_external_analyzer": ["put it down", "heat first", "look at shelves", ""],
   "seed_skill_of_group": ["heat first", "put it down", "", ""],
   "seed_success_only": ["put it down", "", "look at shelves", ""],
   "seed_failure_only": ["", "heat first", "", ""],
@@ -213,9 +215,8 @@ def test_random_text_has_the_length_of_the_own_skill_and_nothing_of_it(tmp_path)
 def test_library_text_is_shown_in_the_prompts_of_rollouts_where_the_method_says_so(tmp_path):
   with_library(tmp_path)
   for name in methods.names():
-    if name != "opid":  # needs an analyzer
-      text = branch_of(tmp_path, name).shown
-      assert callable(text) == (name in ("skill_grpo", "skill_grpo_star")), name
+    text = branch_of(tmp_path, name).shown
+    assert callable(text) == (name in ("skill_grpo", "skill_grpo_star")), name
   text = branch_of(tmp_path, "skill_grpo").shown
   assert text(episode(family="heat")).startswith("open the microwave. close")
   assert text(episode(family="cool")) == "finish one thing. walk straight."
@@ -248,6 +249,21 @@ def test_every_retrieval_finds_the_familys_text_and_asks_once_a_task(tmp_path, m
   for _ in range(3):
     assert "open the microwave." in text("heat some potato and put it in the microwave", "heat")
   assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+  ("by", "why"), [("family", "the benchmark gives"), ("keyword", "config.library.rules='alfworld' give")]
+)
+def test_a_family_without_a_skill_is_warned_of_once(tmp_path, capsys, by, why):
+  with_library(tmp_path)
+  text = library_text(make(tmp_path, "sdar", **{"library.retrieval": by}))
+  capsys.readouterr()
+  text("heat some potato and put it in shelf", "heat")
+  assert "warning" not in capsys.readouterr().err
+  for number in range(3):
+    assert text(f"clean some plate {number}", "clean") == "finish one thing. walk straight."
+  (line,) = capsys.readouterr().err.splitlines()
+  assert f"no skill of the family 'clean' that {why} a task; it has heat." in line
 
 
 def test_a_library_of_ones_own_is_read_from_its_path(tmp_path):
@@ -301,6 +317,17 @@ def test_skills_are_written_with_what_each_is_worth(tmp_path):
   assert log["skill_length"] == pytest.approx(8 / 3) and log["skill_length_max"] == 3  # in tokens
   again = branch.keep(played, tokens_of(played, [0.0] * 4), 4)
   assert again["skill_novel"] == again["skill_novel_ngrams"] == 0.0 and again["skill_gain_on_success"] == 0.0
+
+
+def test_skills_are_measured_against_the_runs_library(tmp_path):
+  """The share of 3-grams that it advises, too: of one skill both, of the others none."""
+  played, gains = four(("open the microwave now", "heat first", "look at shelves", "")), [0.0] * 4
+  with_library(tmp_path)  # "open the microwave", "close the microwave", "finish one thing", "walk straight"
+  log = branch_of(tmp_path, "seed").keep(played, tokens_of(played, gains), 1)
+  assert log["skill_overlap"] == pytest.approx((1 / 2 + 0 + 0) / 3)  # "open the microwave" of two 3-grams
+  library.save(tmp_path / "mine.json", Library(general=(Skill("general_001", "t", "heat first"),)))
+  own = branch_of(tmp_path, "seed", **{"library.path": str(tmp_path / "mine.json")})
+  assert own.keep(played, tokens_of(played, gains), 2)["skill_overlap"] == pytest.approx(1 / 3)
 
 
 def test_keep_skills_says_how_many_and_zero_is_none(tmp_path):
