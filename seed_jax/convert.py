@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("from", "to", "dtype", "traceback")
 DTYPES = ("float32", "bfloat16")
+AGAIN = "begin again"
 EXAMPLE = "python -m seed_jax.convert --from=runs/quickstart --to=policy_hf"
 TEXTS = (".json", ".txt", ".model", ".jinja")  # of a tokenizer
 
@@ -37,8 +38,10 @@ def cli(argv: list[str]) -> int:
   """Runs a command line (argv[0] is the program); exit codes and errors are those of `seed_jax.main`."""
   os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes nothing; a TPU may be at work elsewhere
   quiet()
+  target = None
   try:
     values = parse(argv)
+    target = values["to"].value
     if values.help:
       print("\n".join([__doc__, *(f"--{name}: {values[name].help}" for name in OPTIONS)]))
     else:
@@ -48,7 +51,7 @@ def cli(argv: list[str]) -> int:
     if "--traceback" in argv:
       traceback.print_exc()
     interrupted = isinstance(error, KeyboardInterrupt)
-    print("error: " + ("interrupted" if interrupted else describe(error)), file=sys.stderr, flush=True)
+    print("error: " + ("interrupted" if interrupted else describe(error, target, AGAIN)), file=sys.stderr, flush=True)
     return 130 if interrupted else 2 if isinstance(error, (UsageError, flags.Error)) else 1
 
 
@@ -148,9 +151,10 @@ def tokenizer_files(directory) -> TokenizerFiles:
 
 def _to_orbax(path, target, dtype: str | None) -> str:
   import orbax.checkpoint as ocp
+  from etils import epath
 
   from seed_jax import checkpoint, sharding, text
-  from seed_jax.models import hf
+  from seed_jax.models import hf, hf_files
 
   if target.exists() and any(target.iterdir()):
     raise UsageError(f"--to={target} is there already; choose another directory or remove it")
@@ -158,11 +162,18 @@ def _to_orbax(path, target, dtype: str | None) -> str:
   config, params = hf.load_sharded(path, sharding.make_mesh(), dtype=dtype)
   tokenizer = text.load_tokenizer(str(path)) if gguf else tokenizer_files(path)
   target = target if "://" in str(target) else target.absolute()  # orbax refuses a relative path
-  (target / "model").mkdir(parents=True, exist_ok=True)
-  hf.save_description(target / "model", config, params["embed"].dtype, tokenizer=tokenizer)
-  with ocp.StandardCheckpointer() as writer:
-    writer.save(target / "params", params)
-  checkpoint.seal(target, "params", params)
+  try:
+    with hf_files.replacing(target) as fresh:  # in a store the target itself
+      fresh = epath.Path(fresh)
+      (fresh / "model").mkdir(parents=True)
+      hf.save_description(fresh / "model", config, params["embed"].dtype, tokenizer=tokenizer)
+      with ocp.StandardCheckpointer() as writer:
+        writer.save(fresh / "params", params)
+      checkpoint.seal(fresh, "params", params)
+  except BaseException:
+    if "://" in str(target):
+      target.rmtree(missing_ok=True)
+    raise
   return f"{target}: the parameters of {path} in params, and model"
 
 

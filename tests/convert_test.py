@@ -292,6 +292,24 @@ def test_parameters_of_another_program_are_taken_as_they_are(made, converted, fa
   assert convert.convert(str(source), str(tmp_path / "out")).endswith("source has no params.json with their sums")
 
 
+def test_a_conversion_on_a_full_disk_leaves_nothing(made, converted, fault, tmp_path, monkeypatch):
+  workdir, params = made
+  real = ocp.StandardCheckpointer.save
+
+  def full(self, path, tree):
+    real(self, path, tree)
+    self.wait_until_finished()
+    raise OSError(28, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.StandardCheckpointer, "save", full)
+    told = fault(f"--from={workdir / 'policy' / 'final'}", f"--to={tmp_path / 'orbax'}", code=1)
+  assert told == f"{tmp_path / 'orbax'}: the disk is full (No space left on device); begin again once there is room"
+  assert not list(tmp_path.iterdir())
+  equal(checkpoint_params.stored_params(converted(workdir / "policy" / "final", "orbax") / "params"), params[3])
+  assert [path.name for path in tmp_path.iterdir()] == ["orbax"]
+
+
 def test_an_interrupted_conversion_says_so(fault, monkeypatch):
   def interrupt(*_):
     raise KeyboardInterrupt
