@@ -12,11 +12,13 @@ bit. It runs on a CPU. Memory: of a checkpoint, its largest array and a tensor; 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import re
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ OPTIONS = ("from", "to", "dtype", "traceback")
 DTYPES = ("float32", "bfloat16")
 AGAIN = "begin again"
 EXAMPLE = "python -m seed_jax.convert --from=runs/quickstart --to=policy_hf"
+PATIENCE = 60.0  # seconds that a failed conversion waits for the threads that still write
 TEXTS = (".json", ".txt", ".model", ".jinja")  # of a tokenizer
 
 
@@ -162,19 +165,33 @@ def _to_orbax(path, target, dtype: str | None) -> str:
   config, params = hf.load_sharded(path, sharding.make_mesh(), dtype=dtype)
   tokenizer = text.load_tokenizer(str(path)) if gguf else tokenizer_files(path)
   target = target if "://" in str(target) else target.absolute()  # orbax refuses a relative path
+  fresh = target
   try:
-    with hf_files.replacing(target) as fresh:  # in a store the target itself
-      fresh = epath.Path(fresh)
+    with hf_files.replacing(target) as place:  # in a store the target itself
+      fresh = epath.Path(place)
       (fresh / "model").mkdir(parents=True)
       hf.save_description(fresh / "model", config, params["embed"].dtype, tokenizer=tokenizer)
       with ocp.StandardCheckpointer() as writer:
         writer.save(fresh / "params", params)
       checkpoint.seal(fresh, "params", params)
   except BaseException:
-    if "://" in str(target):
-      target.rmtree(missing_ok=True)
+    _remove(fresh)
     raise
   return f"{target}: the parameters of {path} in params, and model"
+
+
+def _remove(place) -> None:
+  """Removes what a failed conversion wrote, until it stays away: orbax's threads write on for a while, and the process
+  is at work as long as they are.
+  """
+  quiet, end = 0, time.monotonic() + PATIENCE
+  while quiet < 4 and time.monotonic() < end:
+    busy, found = time.process_time(), place.exists()
+    if found:
+      with contextlib.suppress(OSError):  # a file that has just come or gone
+        place.rmtree()
+    time.sleep(0.1)
+    quiet = 0 if found or time.process_time() - busy > 0.01 else quiet + 1
 
 
 def _is_exported(path) -> bool:
