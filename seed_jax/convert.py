@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 import re
@@ -175,7 +176,8 @@ def _to_orbax(path, target, dtype: str | None) -> str:
         writer.save(fresh / "params", params)
       checkpoint.seal(fresh, "params", params)
   except BaseException:
-    _remove(fresh)
+    with contextlib.redirect_stderr(io.StringIO()):  # where those threads say that nobody waits for them
+      _remove(fresh)
     raise
   return f"{target}: the parameters of {path} in params, and model"
 

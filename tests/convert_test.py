@@ -304,6 +304,7 @@ def test_a_conversion_on_a_full_disk_leaves_nothing(made, converted, fault, tmp_
     def write_on():
       (path / "late").mkdir(parents=True)
       (path / "late" / "file").write_text("x")
+      print("Traceback (most recent call last)", file=sys.stderr)
 
     threads.append(threading.Timer(0.2, write_on))
     threads[0].start()
