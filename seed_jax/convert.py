@@ -12,11 +12,14 @@ bit. It runs on a CPU. Memory: of a checkpoint, its largest array and a tensor; 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 import re
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
 
 OPTIONS = ("from", "to", "dtype", "traceback")
 DTYPES = ("float32", "bfloat16")
+AGAIN = "begin again"
 EXAMPLE = "python -m seed_jax.convert --from=runs/quickstart --to=policy_hf"
+PATIENCE = 60.0  # seconds that a failed conversion waits for the threads that still write
 TEXTS = (".json", ".txt", ".model", ".jinja")  # of a tokenizer
 
 
@@ -37,8 +42,10 @@ def cli(argv: list[str]) -> int:
   """Runs a command line (argv[0] is the program); exit codes and errors are those of `seed_jax.main`."""
   os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a conversion computes nothing; a TPU may be at work elsewhere
   quiet()
+  target = None
   try:
     values = parse(argv)
+    target = values["to"].value
     if values.help:
       print("\n".join([__doc__, *(f"--{name}: {values[name].help}" for name in OPTIONS)]))
     else:
@@ -48,7 +55,7 @@ def cli(argv: list[str]) -> int:
     if "--traceback" in argv:
       traceback.print_exc()
     interrupted = isinstance(error, KeyboardInterrupt)
-    print("error: " + ("interrupted" if interrupted else describe(error)), file=sys.stderr, flush=True)
+    print("error: " + ("interrupted" if interrupted else describe(error, target, AGAIN)), file=sys.stderr, flush=True)
     return 130 if interrupted else 2 if isinstance(error, (UsageError, flags.Error)) else 1
 
 
@@ -148,9 +155,10 @@ def tokenizer_files(directory) -> TokenizerFiles:
 
 def _to_orbax(path, target, dtype: str | None) -> str:
   import orbax.checkpoint as ocp
+  from etils import epath
 
   from seed_jax import checkpoint, sharding, text
-  from seed_jax.models import hf
+  from seed_jax.models import hf, hf_files
 
   if target.exists() and any(target.iterdir()):
     raise UsageError(f"--to={target} is there already; choose another directory or remove it")
@@ -158,12 +166,34 @@ def _to_orbax(path, target, dtype: str | None) -> str:
   config, params = hf.load_sharded(path, sharding.make_mesh(), dtype=dtype)
   tokenizer = text.load_tokenizer(str(path)) if gguf else tokenizer_files(path)
   target = target if "://" in str(target) else target.absolute()  # orbax refuses a relative path
-  (target / "model").mkdir(parents=True, exist_ok=True)
-  hf.save_description(target / "model", config, params["embed"].dtype, tokenizer=tokenizer)
-  with ocp.StandardCheckpointer() as writer:
-    writer.save(target / "params", params)
-  checkpoint.seal(target, "params", params)
+  fresh = target
+  try:
+    with hf_files.replacing(target) as place:  # in a store the target itself
+      fresh = epath.Path(place)
+      (fresh / "model").mkdir(parents=True)
+      hf.save_description(fresh / "model", config, params["embed"].dtype, tokenizer=tokenizer)
+      with ocp.StandardCheckpointer() as writer:
+        writer.save(fresh / "params", params)
+      checkpoint.seal(fresh, "params", params)
+  except BaseException:
+    with contextlib.redirect_stderr(io.StringIO()):  # where those threads say that nobody waits for them
+      _remove(fresh)
+    raise
   return f"{target}: the parameters of {path} in params, and model"
+
+
+def _remove(place) -> None:
+  """Removes what a failed conversion wrote, until it stays away: orbax's threads write on for a while, and the process
+  is at work as long as they are.
+  """
+  quiet, end = 0, time.monotonic() + PATIENCE
+  while quiet < 4 and time.monotonic() < end:
+    busy, found = time.process_time(), place.exists()
+    if found:
+      with contextlib.suppress(OSError):  # a file that has just come or gone
+        place.rmtree()
+    time.sleep(0.1)
+    quiet = 0 if found or time.process_time() - busy > 0.01 else quiet + 1
 
 
 def _is_exported(path) -> bool:

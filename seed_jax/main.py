@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import importlib.util
 import os
@@ -44,8 +45,10 @@ def cli(argv: list[str]) -> int:
   """
   quiet()
   show = "--traceback" in argv or os.environ.get("SEED_JAX_TRACEBACK", "0") not in ("", "0")
+  place = None
   try:
     values = parse(argv)
+    place = values.workdir
     if values.help:
       print("\n".join([__doc__, *(f"--{name}: {values[name].help}" for name in OPTIONS)]))
     elif values.list:
@@ -59,7 +62,7 @@ def cli(argv: list[str]) -> int:
       return preemption.EXIT_CODE
     if show:
       traceback.print_exc()
-    return failed(error)
+    return failed(error, place)
 
 
 def work(values: flags.FlagValues) -> None:
@@ -247,11 +250,11 @@ def listing(workdir: str | None) -> str:
 # ---------------------------------------------------------------- errors in one line
 
 
-def failed(error: BaseException) -> int:
+def failed(error: BaseException, place: str | None = None) -> int:
   """Says in one line what went wrong and returns the exit code; of several processes this one ends here."""
   hosts = sys.modules.get("seed_jax.hosts")  # loaded by `work`, and with it jax
   lost = hosts.lost(error) if hosts else ""
-  text = lost or describe(error)
+  text = lost or describe(error, place)
   print("error: " + text, file=sys.stderr, flush=True)
   code = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, (UsageError, flags.Error)) else 1
   if hosts:
@@ -259,11 +262,18 @@ def failed(error: BaseException) -> int:
   return hosts.EXIT_LOST if lost else code
 
 
-def describe(error: BaseException) -> str:
-  """What went wrong in one line: the message where it was written for the user, else its type and how to see more."""
+def describe(error: BaseException, place: str | None = None, again: str = AGAIN) -> str:
+  """What went wrong in one line: the message where it was written for the user, else its type and how to see more.
+
+  place: where the program writes, for a full disk that does not say which file it was.
+  """
   text = one_line(error)
   if isinstance(error, KeyboardInterrupt):
-    return f"interrupted; {AGAIN}"
+    return f"interrupted; {again}"
+  full = full_disk(error)
+  if full:
+    path, reason = full
+    return f"{path or place or 'a disk'}: the disk is full ({reason}); {again} once there is room"
   if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
     return f"out of memory; lower config.train.micro_tokens or config.rollout.slots ({text[:200]})"
   if isinstance(error, ImportError):
@@ -271,12 +281,26 @@ def describe(error: BaseException) -> str:
     return f"a package is missing: {text}{asked}"
   if isinstance(error, OSError):
     name = f"{error.filename}: " if error.filename else ""
-    return f"{name}{error.strerror}; {AGAIN} once that is solved" if error.strerror else text
+    return f"{name}{error.strerror}; {again} once that is solved" if error.strerror else text
   if isinstance(error, flags.Error):
     return text
   if isinstance(error, (ValueError, RuntimeError, NotImplementedError)) and _raised_by_us(error):
     return text
-  return f"unexpected {type(error).__name__}: {text[:400]} (add --traceback to see where; {AGAIN})"
+  return f"unexpected {type(error).__name__}: {text[:400]} (add --traceback to see where; {again})"
+
+
+def full_disk(error: BaseException | None) -> tuple[str | None, str] | None:
+  """(path or None, reason) where `error`, or what it came from, is a full disk or quota; libraries tell it in words."""
+  while error is not None:
+    text = one_line(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+      return error.filename, error.strerror
+    found = re.search("No space left on device|Disk quota exceeded", text)
+    if found:
+      path = re.search(r'local file "([^"]+)"', text)
+      return path and path[1], found[0]
+    error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+  return None
 
 
 def one_line(error: BaseException) -> str:
@@ -334,8 +358,14 @@ def quiet() -> None:
   os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
   logging.use_absl_handler()
   logging.set_verbosity(logging.ERROR)
+  logging.get_absl_handler().addFilter(_is_news)
   if not sys.warnoptions:
     warnings.simplefilter("ignore")
+
+
+def _is_news(record) -> bool:
+  """Not what orbax's threads log about an error: it is raised too, where the checkpoint is waited for."""
+  return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 if __name__ == "__main__":

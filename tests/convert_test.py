@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 
 import fake_store
 import jax
@@ -290,6 +291,33 @@ def test_parameters_of_another_program_are_taken_as_they_are(made, converted, fa
   (source / "params.json").unlink()
   equal(hf.load(converted(source, "out"))[1], params[2])
   assert convert.convert(str(source), str(tmp_path / "out")).endswith("source has no params.json with their sums")
+
+
+def test_a_conversion_on_a_full_disk_leaves_nothing(made, converted, fault, tmp_path, monkeypatch):
+  workdir, params = made
+  real, threads = ocp.StandardCheckpointer.save, []
+
+  def full(self, path, tree):
+    real(self, path, tree)
+    self.wait_until_finished()
+
+    def write_on():
+      (path / "late").mkdir(parents=True)
+      (path / "late" / "file").write_text("x")
+      print("Traceback (most recent call last)", file=sys.stderr)
+
+    threads.append(threading.Timer(0.2, write_on))
+    threads[0].start()
+    raise OSError(28, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.StandardCheckpointer, "save", full)
+    told = fault(f"--from={workdir / 'policy' / 'final'}", f"--to={tmp_path / 'orbax'}", code=1)
+  assert told == f"{tmp_path / 'orbax'}: the disk is full (No space left on device); begin again once there is room"
+  threads[0].join()
+  assert not list(tmp_path.iterdir())
+  equal(checkpoint_params.stored_params(converted(workdir / "policy" / "final", "orbax") / "params"), params[3])
+  assert [path.name for path in tmp_path.iterdir()] == ["orbax"]
 
 
 def test_an_interrupted_conversion_says_so(fault, monkeypatch):

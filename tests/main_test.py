@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 
+import absl.logging
 import pytest
 
 from envs import household
@@ -248,7 +250,15 @@ def test_an_analyzer_that_is_down(monkeypatch, fault, tmp_path):
     ),
     (
       OSError(28, "No space left on device", "/data/x"),
-      "/data/x: No space left on device; the same command goes on from where it stopped once that is solved",
+      "/data/x: the disk is full (No space left on device); the same command goes on from where it stopped once there",
+    ),
+    (OSError(122, "Disk quota exceeded", "/data/x"), "/data/x: the disk is full (Disk quota exceeded); the same"),
+    (
+      ValueError(
+        'RESOURCE_EXHAUSTED: Error writing "x/0.0" in OCDBT database at local file "/data/1/ocdbt.process_0/": Failed '
+        "writing: \"/data/1/d/3d\": Failed to write 9 bytes to file 4: No space left on device [os_error_code='28']"
+      ),
+      "/data/1/ocdbt.process_0/: the disk is full (No space left on device); the same command goes on",
     ),
     (PermissionError(13, "Permission denied", "/data/x"), "/data/x: Permission denied; "),
     (FileNotFoundError("no such model: /m"), "no such model: /m"),
@@ -261,6 +271,31 @@ def test_an_analyzer_that_is_down(monkeypatch, fault, tmp_path):
 def test_errors_of_a_stage_are_one_line(monkeypatch, fault, tmp_path, error, told):
   stage(monkeypatch, raiser(error))
   assert fault(*config(tmp_path), code=1).startswith(told)
+
+
+def test_a_full_disk_without_a_path_is_that_of_the_work_directory(monkeypatch, fault, tmp_path):
+  stage(monkeypatch, raiser(OSError(28, "No space left on device")))
+  told = f"{tmp_path / 'w'}: the disk is full (No space left on device); "
+  assert fault(*config(tmp_path), code=1).startswith(told)
+
+  def closing(_):
+    try:
+      raise OSError(28, "No space left on device")
+    finally:
+      raise RuntimeError("the file is closed")
+
+  stage(monkeypatch, closing)
+  assert fault(*config(tmp_path), code=1).startswith(told)
+
+
+def test_what_threads_of_the_checkpoint_library_log_is_not_told_twice():
+  main.quiet()
+  main.quiet()
+  handler = absl.logging.get_absl_handler()
+  record = logging.LogRecord("absl", logging.ERROR, "/x/orbax/checkpoint/future.py", 1, "Traceback", (), None)
+  assert not handler.filter(record)
+  record.pathname = "/x/jax/other.py"
+  assert handler.filter(record)
 
 
 def test_a_value_error_is_ours_or_unexpected(monkeypatch, fault, tmp_path):
