@@ -42,7 +42,8 @@ def check(method: Method, beta: float) -> None:
     raise ValueError(f"{why} {method.name!r} scores no skill context; set train.theory_every=0")
   if method.auxiliary is None or method.transform is not None or method.regrade is not None:
     raise ValueError(f"{why} {method.name!r} changes advantages by the skill context; set train.theory_every=0")
-  logprobs, gap = np.meshgrid(np.linspace(-6.0, -0.1, 7), np.linspace(-4.0, 4.0, 9))
+  gaps = np.linspace(-4.0, 4.0, 9)  # and where the gate bends
+  logprobs, gap = np.meshgrid(np.linspace(-6.0, -0.1, 7), [*gaps, *gaps / max(beta, 1.0)])
   logprobs, pair = logprobs.astype(np.float32), dict(skill_logprobs=(logprobs + gap).astype(np.float32))
 
   def loss(x):

@@ -118,20 +118,21 @@ def by_keyword(library: Library, rules: str | Callable[[str], str], **options: A
   """`by_family` with the family that the task sentence says by `rules`: a name in RULES, or a function of the sentence.
   The family that it is called with is not looked at. ValueError for an unknown name.
 
-  "alfworld" are SkillRL's names, "household" those of `envs`; where the library has no skill by the one name of a task
-  it is looked for by the other, so either finds its way in a library of either.
+  "alfworld" are SkillRL's names, "household" those of `envs`; where the library has no skill by the one name of a task,
+  and then no mistake, it is looked for by the other, so either finds its way in a library of either.
   """
   named = [rules]
   if isinstance(rules, str):
     if rules not in RULES:
       raise ValueError(f"keyword rules {rules!r} are unknown; choose one of {', '.join(RULES)}")
     named = [RULES[name] for name in (rules, OTHER_NAMES.get(rules)) if name]
-  inner = by_family(library, **options)
+  inner, having = by_family(library, **options), (library.families, {mistake.family for mistake in library.mistakes})
 
   def retrieve(task: str, family: str, *, fits: Callable[[str], bool] | None = None) -> str:
     del family
     says = [name(task) for name in named]
-    return inner(task, next((name for name in says if name in library.families), says[0]), fits=fits)
+    known = (name for families in having for name in says if name in families)
+    return inner(task, next(known, says[0]), fits=fits)
 
   return retrieve
 

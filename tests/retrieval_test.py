@@ -181,6 +181,8 @@ def test_every_family_of_the_household_gets_its_own_skills(rules):
   for family, task in tasks:
     assert compact(retrieve, family, task) == [f"{IN_SKILLRL[family]}_0", "g0"], task
   assert unmet == []
+  lost = Library(mistakes=(Mistake("m0", "d", "", "m0", family="pick2"), Mistake("m1", "d", "", "m1", family="heat")))
+  assert compact(by_keyword(lost, rules, render="compact"), "pick2", "put two mug in shelf") == ["m0"]
 
 
 def test_a_family_that_meets_no_skill_is_told_of():
