@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from seed_jax import compare_page, compare_results, methods
+from seed_jax import compare_page, compare_results, hosts, methods
 from seed_jax.curve import panel_tasks
 from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
 from seed_jax.page import duration
@@ -73,7 +73,7 @@ def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
   curves = {}
   for arm in arms:
     runs = {seed: arm_run(run, arm, seed) for seed in seeds}
-    curves[arm.name] = {s: read_rows(r.workdir / "curve.jsonl") for s, r in runs.items() if r.done("train") is not None}
+    curves[arm.name] = {s: read_rows(r.workdir / "curve.jsonl") for s, r in runs.items() if _is_finished(r)}
   base = baseline(run.config, arms)
   found = compare_results.summarize_arms(curves, base)
   for arm in arms:
@@ -131,6 +131,11 @@ def plan(run: Run) -> tuple[list[Arm], list[int]]:
       except (ValueError, TypeError) as error:
         raise ConfigError(f"arm {arm.name!r}: {error}") from error
       played.add((t.split, t.num_tasks))
+      if not hosts.index():  # the folders of arms are process 0's
+        try:
+          own.configs()
+        except ConfigError as error:
+          raise ConfigError(f"arm {arm.name!r}: {error}, or give the arm another name") from error
   return arms, seeds
 
 
@@ -194,6 +199,17 @@ def arm_run(run: Run, arm: Arm, seed: int) -> Run:
   _override(config, arm)
   del config.compare
   return Run(config, folder / arm.folder, plain=run.plain, notice=run.notice)
+
+
+def _is_finished(own: Run) -> bool:
+  """Whether this very run is finished: its folder may hold one of another config."""
+  if own.done("train") is None:
+    return False
+  try:
+    own.configs()
+  except ConfigError:
+    return False
+  return True
 
 
 def _finish(own: Run, stages: Sequence[str]) -> None:

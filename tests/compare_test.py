@@ -128,6 +128,22 @@ def test_the_command_line_says_so_in_one_line(capsys, monkeypatch, tmp_path, sta
   assert len(lines) == 1 and lines[0].startswith(f"error: {told}") and not stages
 
 
+def test_a_refused_command_leaves_the_work_directory_as_it_was(capsys, monkeypatch, tmp_path, stages):
+  monkeypatch.setattr(run, "set_up_jax", lambda folder: None)
+  other = Run(get_config(), tmp_path / "other")
+  other.open()
+  for stage in START_STAGES:
+    other.finish(stage, {})
+  arguments = ["main", f"--config={TINY}", f"--workdir={tmp_path}/w", "--stages=compare", "--config.compare.every=2"]
+  arguments += ["--config.train.panel.split=valid", "--config.train.panel.tasks=2", "--config.compare.seeds=(0,)"]
+  for more in (f"--config.start={tmp_path}/other", "--config.compare.baseline=ppo"):
+    assert main.cli([*arguments, more]) == 1 and not (tmp_path / "w").exists()
+  assert "error: config.start must be empty" in capsys.readouterr().err
+  assert main.cli(arguments) == 0 and [stage for *_, stage in stages] == [*START_STAGES, "train", "train"]
+  assert main.cli([*arguments, "--config.train.loss.opd_beta=1", "--config.compare.baseline=ppo"]) == 1
+  assert "belongs to another config (train.loss.opd_beta: 5.0 there, 1.0 here)" in capsys.readouterr().err
+
+
 # ---- which arms there are
 
 
@@ -248,6 +264,27 @@ def test_finished_arms_are_skipped_and_more_may_be_asked_for(tmp_path, stages, m
   other.train.loss.opd_beta = 1.0
   with pytest.raises(ConfigError, match="belongs to another config"):
     Run(other, tmp_path / "w").open()
+
+
+def test_results_are_published_under_the_config_that_they_are_of(tmp_path, stages):
+  kl = lambda value: dict(methods=("grpo",), seeds=(0,), arms=(("grpo2", "grpo", (f"train.loss.kl_coef={value}",)),))  # noqa: E731
+  own = make(tmp_path, **kl(0.01))
+  own.open()
+  compare.run_compare(own)
+  files = ("compare.json", "compare.md", "compare.html", "compare.svg")
+  before = [(tmp_path / "w" / name).read_bytes() for name in files]
+  del stages[:]
+  edited = make(tmp_path, **(kl(0.5) | dict(methods=("seed", "grpo"))))  # an arm that is finished means something else
+  edited.open()
+  told = r"grpo2 belongs to another config \(train.loss.kl_coef: 0.01 there, 0.5 here\); .* give the arm another name"
+  with pytest.raises(ConfigError, match=told):
+    compare.run_compare(edited)
+  assert not stages and [(tmp_path / "w" / name).read_bytes() for name in files] == before
+  arms = compare.read_arms(edited.config)
+  results = compare.write_results(edited, arms, [0])  # whoever calls it
+  assert list(results["arms"]) == ["grpo"]
+  renamed = make(tmp_path, methods=("grpo",), seeds=(0,), arms=(("grpo3", "grpo", ("train.loss.kl_coef=0.5",)),))
+  assert list(compare.run_compare(renamed)["arms"]) == ["grpo", "grpo3"]
 
 
 def test_results_of_unfinished_comparisons_name_what_is_there(tmp_path, stages):
