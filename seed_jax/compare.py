@@ -79,23 +79,39 @@ def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
   for arm in arms:
     if arm.name in found:
       found[arm.name] = {"method": arm.method, "overrides": list(arm.overrides)} | found[arm.name]
-  p, iterations = run.config.train.panel, run.config.train.iterations
-  about = [
-    f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {sum(map(len, curves.values()))} of "
-    f"{len(arms) * len(seeds)} runs are finished. All arms of a seed begin from one SFT checkpoint and train for the "
-    f"iterations of the config ({iterations}, where an arm does not change it).",
-    f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
-    f"skill in any prompt, every {panel_every(run.config)} iterations. Figures are those of the last iteration; no "
-    "step was chosen by the panel.",
-    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; "
-    "Holm's p-values are corrected for the number of arms. "
-    "Time is that of training iterations, without compilation and without the panels.",
-  ]
-  values = {"baseline": base, "panel": p.to_dict(), "about": about, "arms": found}
+  told = about(run, arms, seeds, sum(map(len, curves.values())))
+  values = {"baseline": base, "panel": run.config.train.panel.to_dict(), "about": told, "arms": found}
   if is_writer():
-    write_text(run.workdir / "compare.md", compare_results.markdown(found, base, about))
+    write_text(run.workdir / "compare.md", compare_results.markdown(found, base, told))
     compare_page.build(run.workdir, values)
   return run.finish("compare", values)
+
+
+def about(run: Run, arms: Sequence[Arm], seeds: Sequence[int], finished: int) -> list[str]:
+  """What was compared and how, in sentences that hold for these arms."""
+  p, every, iterations = run.config.train.panel, panel_every(run.config), run.config.train.iterations
+  starts = {arm.name: arm_run(run, arm, seeds[0]).config.train.start_from for arm in arms}
+  from_base = _but_for([name for name, start in starts.items() if start == "base"], "from the base policy")
+  shown = [arm.name for arm in arms if methods.get(arm.method).in_evaluation]
+  tests = (
+    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; Holm's "
+    "p-values are corrected for the number of arms."
+    if len(seeds) > 1
+    else "There are no intervals and no tests: one seed has no interval."
+  )
+  return [
+    f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {finished} of {len(arms) * len(seeds)} "
+    f"runs are finished. All arms of a seed begin from one SFT checkpoint{from_base} and train for the iterations of "
+    f"the config ({iterations}, where an arm does not change it).",
+    f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
+    f"skill in any prompt{_but_for(shown, 'text of the skill library')}, every {every} iterations. Figures are those "
+    "of the last iteration; no step was chosen by the panel.",
+    f"{tests} Time is that of training iterations, without compilation and without the panels.",
+  ]
+
+
+def _but_for(names: Sequence[str], what: str) -> str:
+  return f", but for {', '.join(names)}: {what}" if names else ""
 
 
 # ---------------------------------------------------------------- what is to be run

@@ -41,11 +41,11 @@ def summarize_arms(arms: Mapping[str, Curves], baseline: str) -> dict[str, dict[
 def against(arm: Curves, base: Curves, *, same: bool = False) -> dict[str, Any] | None:
   """An arm beside the baseline over the seeds that both have finished; None where there is no such seed.
 
-  final, macro, area: {difference, low, high, t, p} of the paired t-test; final has `bootstrap` as well, [low, high]
-  over seeds x tasks, and from `summarize_arms` p_holm, corrected for the number of arms. threshold: the baseline's mean
-  final success; episodes_to and seconds_to: what the arm had used when its mean curve first reached it, null where it
-  did not; reached: seeds whose own curve reached the baseline's final success with that seed. The baseline itself has
-  no differences.
+  final, macro, area: {difference, low, high, t, p} of the paired t-test; final has, of two seeds or more, `bootstrap`
+  as well, [low, high] over seeds x tasks, and from `summarize_arms` p_holm, corrected for the number of arms.
+  threshold: the baseline's mean final success; episodes_to and seconds_to: what the arm had used when its mean curve
+  first reached it, null where it did not; reached: seeds whose own curve reached the baseline's final success with that
+  seed. The baseline itself has no differences.
   """
   seeds = sorted(arm.keys() & base.keys())
   if not seeds:
@@ -70,7 +70,7 @@ def against(arm: Curves, base: Curves, *, same: bool = False) -> dict[str, Any] 
     out[name] = paired_t(ours[name]["by_seed"], theirs[name]["by_seed"])._asdict()
   tables = [[curves[s][-1]["outcomes"] for s in seeds] for curves in (arm, base)]
   tasks = sorted(set.intersection(*(set(outcomes) for table in tables for outcomes in table)))  # all but errors
-  if tasks:
+  if tasks and len(seeds) > 1:  # one seed says nothing about others
     after, before = (np.array([[outcomes[t] for t in tasks] for outcomes in table], float) for table in tables)
     out["final"]["bootstrap"] = list(seeds_and_tasks(after, before)[1:])
   return out
@@ -144,7 +144,7 @@ def tables(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> list[tuple[s
       boot = final.get("bootstrap")
       paired.append(
         [label, _points(final["difference"]), between(final, signed=True)]
-        + [span(*boot, signed=True) if boot else "–"]
+        + [span(*boot, signed=True) if boot else "one seed" if len(a["seeds"]) == 1 else "–"]
         + [_number(final["t"], ".2f"), _number(final["p"], ".3g"), _number(final.get("p_holm"), ".3g")]
         + [_points(a["macro"]["difference"]), _points(a["area"]["difference"])]
       )

@@ -114,7 +114,21 @@ def test_tables_for_people(arms):
 def test_one_seed_has_no_interval(arms):
   found = compare_results.summarize_arms({name: {0: curves[0]} for name, curves in arms.items()}, "grpo")
   text = compare_results.markdown(found, "grpo", [])
-  assert "| seed | 1 | 80.0 % | one seed |" in text and "| seed | +30.0 | one seed | +30 to +30 | – | – | – |" in text
+  assert "| seed | 1 | 80.0 % | one seed |" in text and "| seed | +30.0 | one seed | one seed | – | – | – |" in text
+  assert "bootstrap" not in found["seed"]["against"]["final"]  # one seed says nothing about others
+
+
+def test_the_page_of_one_seed_claims_no_interval(tmp_path, arms):
+  def page(found):
+    for summary in found.values():
+      summary |= {"method": "seed", "overrides": []}
+    return compare_page.build(tmp_path, {"arms": found, "baseline": "grpo", "about": []}).read_text()
+
+  text = page(compare_results.summarize_arms({name: {0: curves[0]} for name, curves in arms.items()}, "grpo"))
+  assert "One seed: there are no intervals." in text and "95 % intervals over seeds" not in text
+  assert "one seed<" in text and "1 seeds" not in text
+  text = page(compare_results.summarize_arms(arms, "grpo"))
+  assert "bands and whiskers are 95 % intervals over seeds" in text and "2 seeds" in text
 
 
 class Page(html.parser.HTMLParser):

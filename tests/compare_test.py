@@ -236,6 +236,24 @@ def test_every_seed_has_one_start_and_its_arms_follow_in_turn(tmp_path, stages, 
   assert "| seed | 2 | 37.5 % |" in (tmp_path / "w" / "compare.md").read_text()
 
 
+def test_what_is_said_about_the_arms_holds_for_these_arms(tmp_path, stages):
+  def about(**changes):
+    own = make(tmp_path, **changes)
+    return compare.about(own, *compare.plan(own), 0)
+
+  first, panel, intervals = about()
+  assert first.startswith("2 arms with 2 seeds (0, 1), 0 of 4 runs are finished. All arms of a seed begin from one SFT")
+  assert "base policy" not in first and "temperature 0.4, no skill in any prompt, every 2 iterations" in panel
+  assert "t over seeds" in intervals
+  from_base = ("grpo_from_base", "grpo", ("train.start_from=base",))
+  first, panel, intervals = about(
+    methods=("grpo", "seed_without_sft", "skill_prompt", "skill_grpo_star", "skill_grpo"), arms=(from_base,), seeds=(0,)
+  )
+  assert "SFT checkpoint, but for seed_without_sft, grpo_from_base: from the base policy" in first
+  assert "no skill in any prompt, but for skill_prompt, skill_grpo_star: text of the skill library, every" in panel
+  assert "t over seeds" not in intervals and "one seed has no interval" in intervals
+
+
 def test_finished_arms_are_skipped_and_more_may_be_asked_for(tmp_path, stages, monkeypatch):
   own = make(tmp_path, seeds=(0,))
   own.open()
