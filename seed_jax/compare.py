@@ -25,7 +25,7 @@ from seed_jax.curve import panel_tasks
 from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
 from seed_jax.page import duration
 from seed_jax.run import START_SECTIONS, START_STAGES, ConfigError, Run, process_seed
-from seed_jax.train import loss_config
+from seed_jax.train_config import check_tasks
 
 FIXED = (*START_SECTIONS, "method", "start", "compare", "evaluate", "train.panel")  # what arms have in common
 
@@ -119,10 +119,11 @@ def _but_for(names: Sequence[str], what: str) -> str:
 
 def plan(run: Run) -> tuple[list[Arm], list[int]]:
   """The arms and seeds of config.compare. Raises ConfigError, before anything is written, for what cannot be run."""
-  c = run.config.compare
-  seeds = list(c.seeds)
-  if not seeds or len(set(seeds)) != len(seeds):
-    raise ConfigError(f"config.compare.seeds={tuple(seeds)}: name at least one seed, each once; example: (0, 1, 2)")
+  seeds = list(run.config.compare.seeds)
+  if not all(type(seed) is int for seed in seeds) or len(set(seeds)) != len(seeds) or not seeds:
+    raise ConfigError(
+      f"config.compare.seeds={tuple(seeds)}: name at least one seed, each once, all whole numbers; example: (0, 1, 2)"
+    )
   if run.config.start:
     raise ConfigError("config.start must be empty: the stage compare makes the start of every seed itself")
   if methods.settings(run.config.method):
@@ -140,13 +141,15 @@ def plan(run: Run) -> tuple[list[Arm], list[int]]:
       own = arm_run(run, arm, seed)
       t = own.config.train
       try:
-        own.check()
-        loss_config(own.config)
-        if (t.split, t.num_tasks) not in played:
-          panel_tasks(own, own.benchmark.tasks(t.split, t.num_tasks, process_seed(seed, "train tasks")))
+        if seed == seeds[0]:  # no seed changes what may be trained
+          own.check()
+        if (t.split, t.num_tasks, t.tasks_per_iteration) not in played:
+          tasks = own.benchmark.tasks(t.split, t.num_tasks, process_seed(seed, "train tasks"))
+          check_tasks(own.config, tasks)
+          panel_tasks(own, tasks)
       except (ValueError, TypeError) as error:
         raise ConfigError(f"arm {arm.name!r}: {error}") from error
-      played.add((t.split, t.num_tasks))
+      played.add((t.split, t.num_tasks, t.tasks_per_iteration))
       if not hosts.index():  # the folders of arms are process 0's
         try:
           own.configs()
@@ -160,7 +163,7 @@ def read_arms(config) -> list[Arm]:
   c = config.compare
   field, values = _swept(c.vary)
   changes = [("", ())] if not field else [(f" {field.rpartition('.')[2]}={v}", (f"{field}={v}",)) for v in values]
-  arms = [Arm(method + name, method, override) for method in c.methods for name, override in changes]
+  arms = [Arm(f"{method}{name}", method, override) for method in c.methods for name, override in changes]
   for entry in c.arms:
     try:
       name, method, overrides = entry

@@ -23,10 +23,11 @@ from seed_jax.regrade import Regrade
 from seed_jax.replay_buffer import Replay
 from seed_jax.requests import Stats
 from seed_jax.rollout import Episode
-from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
+from seed_jax.run import Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
+from seed_jax.train_config import check_tasks, loss_config
 from seed_jax.unfinished import Unfinished
-from seed_jax.update import LossConfig, MethodLoss, Pieces
+from seed_jax.update import MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
 
@@ -82,12 +83,7 @@ def run_train(run: Run) -> dict:
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
-  if c.async_level not in (0, 1):
-    raise ConfigError(f"train.async_level={c.async_level} is unknown; 0 plays with the current policy, 1 a step ahead")
-  if len(pool_of_tasks) < c.tasks_per_iteration:
-    raise ConfigError(
-      f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
-    )
+  check_tasks(run.config, pool_of_tasks)
   curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
   branch = SkillBranch(run, method, params, resume=first)
   replay = Replay(run, scoring, shapes, resume=first)
@@ -276,11 +272,6 @@ def run_train(run: Run) -> dict:
     keep_examples(run.workdir, trajectories, split=c.split, iteration=c.iterations)
   best = {"best": checkpoints.best()} if often.keep_best else {}  # (metric, iteration), best first
   return run.finish("train", _summary(run, method, start_from, seconds_so_far()) | best)
-
-
-def loss_config(config) -> LossConfig:
-  """The coefficients of a run's objective."""
-  return LossConfig(**config.train.loss.to_dict(), temperature=config.rollout.temperature)
 
 
 def iteration_tasks(tasks, iteration: int, count: int, seed: int):
