@@ -204,7 +204,8 @@ def run_train(run: Run) -> dict:
 
         # ---- 2. what the answers say, or another analyzer's
         with timer("analysis"):
-          log |= branch.write(trajectories, engine, iteration)
+          written = branch.write(trajectories, engine, iteration)
+        log |= {name: value + log.get(name, 0) for name, value in written.items()}  # tokens of skills are counted too
 
       # ---- 3. advantages, samples in both contexts, packed mini-batches
       with timer("batch"), jax.set_mesh(run.mesh):

@@ -103,6 +103,16 @@ def test_rounds_of_episodes_until_enough_groups_are_kept(start, played, monkeypa
 
 
 @pytest.mark.slow
+def test_the_tokens_of_a_frozen_analyzer_are_counted_with_those_of_the_episodes(start, played):
+  run, _ = trained(start, "seed_frozen_analyzer", **{"train.iterations": 1, "train.panel.every": 1})
+  (row,) = read(run.workdir, "metrics.jsonl")
+  episodes = next(out for options, _, out in played if options["iteration"] == 0)
+  responses = sum(t.response_tokens for t in episodes)
+  assert row["tokens_sampled"] >= responses + len(episodes) and 0 < row["slot_utilisation"] <= 1
+  assert [r["tokens_sampled"] for r in read(run.workdir, "curve.jsonl")] == [0, row["tokens_sampled"]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["vanilla", "skill_prompt"])
 def test_untrained_methods_end_as_they_start(start, played, method):
   run, summary = trained(start, method, **{"train.panel.every": 2, "evaluate.mechanism_tasks": 0})
