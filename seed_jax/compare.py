@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from seed_jax import compare_page, compare_results, hosts, methods
 from seed_jax.curve import panel_tasks
 from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
-from seed_jax.page import duration
+from seed_jax.page import exact_duration
 from seed_jax.run import START_SECTIONS, START_STAGES, ConfigError, Run, process_seed
 from seed_jax.train_config import check_tasks
 
@@ -58,7 +58,7 @@ def run_compare(run: Run) -> dict:
       rows = read_rows(own.workdir / "curve.jsonl")
       say(
         f"compare: seed {seed}, {arm.name}: {rows[0]['success']:.1%} -> {rows[-1]['success']:.1%} in "
-        f"{rows[-1]['episodes']:,} episodes, {duration(rows[-1]['seconds'])} ({number} of {len(jobs)})"
+        f"{rows[-1]['episodes']:,} episodes, {exact_duration(rows[-1]['seconds'])} ({number} of {len(jobs)})"
       )
       bar.update(1)
       results = write_results(run, arms, seeds)
@@ -95,7 +95,7 @@ def about(run: Run, arms: Sequence[Arm], seeds: Sequence[int], finished: int) ->
   shown = [arm.name for arm in arms if methods.get(arm.method).in_evaluation]
   tests = (
     "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; Holm's "
-    "p-values are corrected for the number of arms."
+    "p-values are corrected for the number of arms, within each measure."
     if len(seeds) > 1
     else "There are no intervals and no tests: one seed has no interval."
   )
