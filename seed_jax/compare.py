@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import gc
 import importlib
 import re
@@ -27,7 +28,16 @@ from seed_jax.page import exact_duration
 from seed_jax.run import START_SECTIONS, START_STAGES, ConfigError, Run, process_seed
 from seed_jax.train_config import check_tasks
 
-FIXED = (*START_SECTIONS, "method", "start", "compare", "evaluate", "train.panel")  # what arms have in common
+# what arms have in common: no override changes it
+FIXED = (*START_SECTIONS, "method", "start", "compare", "evaluate", "train.panel", "train.split")
+# what arms have in common unless an override or their method changes it: the results say which do
+USUAL = (
+  "train.iterations",
+  "train.num_tasks",
+  "train.tasks_per_iteration",
+  "train.group_size",
+  "train.max_generations",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +100,12 @@ def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
 def about(run: Run, arms: Sequence[Arm], seeds: Sequence[int], finished: int) -> list[str]:
   """What was compared and how, in sentences that hold for these arms."""
   p, every, iterations = run.config.train.panel, panel_every(run.config), run.config.train.iterations
-  starts = {arm.name: arm_run(run, arm, seeds[0]).config.train.start_from for arm in arms}
-  from_base = _but_for([name for name, start in starts.items() if start == "base"], "from the base policy")
+  configs = {arm.name: arm_run(run, arm, seeds[0]).config for arm in arms}
+  from_base = _but_for(
+    [n for n, config in configs.items() if config.train.start_from == "base"], "from the base policy"
+  )
+  others = {name: _unusual(config, run.config) for name, config in configs.items()}
+  others = "; ".join(f"{name}: {', '.join(found)}" for name, found in others.items() if found)
   shown = [arm.name for arm in arms if methods.get(arm.method).in_evaluation]
   tests = (
     "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; Holm's "
@@ -101,13 +115,21 @@ def about(run: Run, arms: Sequence[Arm], seeds: Sequence[int], finished: int) ->
   )
   return [
     f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {finished} of {len(arms) * len(seeds)} "
-    f"runs are finished. All arms of a seed begin from one SFT checkpoint{from_base} and train for the iterations of "
-    f"the config ({iterations}, where an arm does not change it).",
+    f"runs are finished. All arms of a seed begin from one SFT checkpoint{from_base}. "
+    f"Iterations ({iterations}), tasks, steps of an episode, history and sampling as the config says"
+    f"{f', but for {others}' if others else ''}.",
     f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
     f"skill in any prompt{_but_for(shown, 'text of the skill library')}, every {every} iterations. Figures are those "
     "of the last iteration; no step was chosen by the panel.",
     f"{tests} Time is that of training iterations, without compilation and without the panels.",
   ]
+
+
+def _unusual(config, common) -> list[str]:
+  """What an arm does otherwise than others: FIELD=VALUE of USUAL, and of the section rollout, which its panel has."""
+  fields = [*sorted(f"rollout.{name}" for name in common.rollout), *USUAL]
+  values = {field: [functools.reduce(getattr, field.split("."), c) for c in (config, common)] for field in fields}
+  return [f"{field}={ours}" for field, (ours, theirs) in values.items() if ours != theirs]
 
 
 def _but_for(names: Sequence[str], what: str) -> str:

@@ -96,7 +96,8 @@ def run_train(run: Run) -> dict:
     engine.set_params(params)
     kept, everything = [], []
     for key in range(iteration * c.max_generations, (iteration + 1) * c.max_generations):
-      tasks = iteration_tasks(pool_of_tasks, key, c.tasks_per_iteration, run.config.seed)
+      where = dict(number=key % c.max_generations, rounds=c.max_generations)
+      tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed, **where)
       start = len(everything) // c.group_size
       episodes = [
         Episode(task, group, member, branch.shown)
@@ -275,10 +276,15 @@ def run_train(run: Run) -> dict:
   return run.finish("train", _summary(run, method, start_from, seconds_so_far()) | best)
 
 
-def iteration_tasks(tasks, iteration: int, count: int, seed: int):
-  """The `count` tasks of an iteration: a fresh permutation an epoch, families mixed, nothing twice within an epoch."""
+def iteration_tasks(tasks, iteration: int, count: int, seed: int, *, number: int = 0, rounds: int = 1):
+  """The `count` tasks of an iteration: a fresh permutation an epoch, families mixed, nothing twice within an epoch.
+
+  Where an iteration takes up to `rounds` rounds, the first one, `number` 0, plays what a method of one round plays; the
+  others play the tasks of other iterations of the epoch, spread over it.
+  """
   per_epoch = len(tasks) // count
   epoch, place = divmod(iteration, per_epoch)
+  place = (place + number * max(per_epoch // rounds, 1)) % per_epoch
   order = np.random.default_rng(process_seed(seed, f"task order {epoch}")).permutation(len(tasks))
   return [tasks[i] for i in order[place * count : (place + 1) * count]]
 

@@ -88,7 +88,8 @@ def stages(monkeypatch):
     (dict(vary="sft.epochs=1,2"), r"override 'sft.epochs=1': all arms of a seed share sft.epochs"),
     (dict(vary="train.panel.tasks=1,2"), r"all arms of a seed share train.panel.tasks"),
     (dict(vary="train.optimizer.rule=adamw,adem"), r"arm 'seed rule=adem': optimizer rule 'adem' is unknown"),
-    (dict(vary="train.split=train,trian"), r"arm 'seed split=trian': unknown split 'trian': choose one of train"),
+    (dict(vary="train.split=train,unseen"), r"override 'train.split=train': all arms of a seed share train.split"),
+    (dict(vary="train.iterations=4,0"), r"arm 'seed iterations=0': config.train.iterations=0 must be 1 or more"),
     (dict(arms=(("a", "seed"),)), r"config.compare.arms: \('a', 'seed'\) is not \(name, method"),
     (dict(arms=(("a", "sead", ()),)), r"arm 'a': method 'sead' is unknown"),
     (dict(arms=(("Seed", "seed", ()),)), r"the arms Seed, seed need folders of their own"),
@@ -247,7 +248,11 @@ def test_what_is_said_about_the_arms_holds_for_these_arms(tmp_path, stages):
 
   first, panel, intervals = about()
   assert first.startswith("2 arms with 2 seeds (0, 1), 0 of 4 runs are finished. All arms of a seed begin from one SFT")
-  assert "base policy" not in first and "temperature 0.4, no skill in any prompt, every 2 iterations" in panel
+  assert (
+    "base policy" not in first
+    and "history and sampling as the config says." in first
+    and "temperature 0.4, no skill in any prompt, every 2 iterations" in panel
+  )
   assert "t over seeds" in intervals
   from_base = ("grpo_from_base", "grpo", ("train.start_from=base",))
   first, panel, intervals = about(
@@ -255,6 +260,10 @@ def test_what_is_said_about_the_arms_holds_for_these_arms(tmp_path, stages):
   )
   assert "SFT checkpoint, but for seed_without_sft, grpo_from_base: from the base policy" in first
   assert "no skill in any prompt, but for skill_prompt, skill_grpo_star: text of the skill library, every" in panel
+  arms = (("long", "seed", ("rollout.max_steps=50", "rollout.history=1")), ("half", "seed", ("train.iterations=2",)))
+  first = about(methods=("seed", "dapo"), arms=arms)[0]
+  assert "as the config says, but for dapo: train.max_generations=10; long: rollout.history=1, rollout.max_" in first
+  assert "rollout.max_steps=50; half: train.iterations=2." in first and "Iterations (4), tasks" in first
   assert "t over seeds" not in intervals and "one seed has no interval" in intervals
 
 
