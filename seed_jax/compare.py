@@ -161,6 +161,7 @@ def plan(run: Run) -> tuple[list[Arm], list[int]]:
     played = set()  # the same tasks are looked at once: some benchmarks read them from files
     for arm in arms:
       own = arm_run(run, arm, seed)
+      own.benchmark = run.benchmark  # that of all arms
       t = own.config.train
       try:
         if seed == seeds[0]:  # no seed changes what may be trained
