@@ -118,6 +118,15 @@ def height(x: Sequence[float], y: Sequence[float], fraction: float) -> float:
   return float(np.interp(x[0] + fraction * (x[-1] - x[0]), x, y))
 
 
+def cut(x: Sequence[float], y: Sequence[float], end: float) -> tuple[np.ndarray, np.ndarray]:
+  """The curve up to x = `end`, where it stands on the straight line between its points; a shorter one as it is."""
+  x, y = _curve(x, y)
+  if end >= x[-1]:
+    return x, y
+  before = x < end
+  return np.append(x[before], end), np.append(y[before], np.interp(end, x, y))
+
+
 def first_reach(x: Sequence[float], y: Sequence[float], threshold: float) -> float | None:
   """The smallest x at which the curve, straight between its points, is at `threshold` or above; None: not reached."""
   x, y = _curve(x, y)

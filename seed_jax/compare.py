@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import gc
 import importlib
 import re
@@ -24,11 +25,20 @@ from ml_collections import ConfigDict
 from seed_jax import compare_page, compare_results, hosts, methods
 from seed_jax.curve import panel_tasks
 from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
-from seed_jax.page import duration
+from seed_jax.page import exact_duration
 from seed_jax.run import START_SECTIONS, START_STAGES, ConfigError, Run, process_seed
-from seed_jax.train import loss_config
+from seed_jax.train_config import check_tasks
 
-FIXED = (*START_SECTIONS, "method", "start", "compare", "evaluate", "train.panel")  # what arms have in common
+# what arms have in common: no override changes it
+FIXED = (*START_SECTIONS, "method", "start", "compare", "evaluate", "train.panel", "train.split")
+# what arms have in common unless an override or their method changes it: the results say which do
+USUAL = (
+  "train.iterations",
+  "train.num_tasks",
+  "train.tasks_per_iteration",
+  "train.group_size",
+  "train.max_generations",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +69,7 @@ def run_compare(run: Run) -> dict:
       rows = read_rows(own.workdir / "curve.jsonl")
       say(
         f"compare: seed {seed}, {arm.name}: {rows[0]['success']:.1%} -> {rows[-1]['success']:.1%} in "
-        f"{rows[-1]['episodes']:,} episodes, {duration(rows[-1]['seconds'])} ({number} of {len(jobs)})"
+        f"{rows[-1]['episodes']:,} episodes, {exact_duration(rows[-1]['seconds'])} ({number} of {len(jobs)})"
       )
       bar.update(1)
       results = write_results(run, arms, seeds)
@@ -74,29 +84,57 @@ def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
   curves = {}
   for arm in arms:
     runs = {seed: arm_run(run, arm, seed) for seed in seeds}
-    curves[arm.name] = {s: read_rows(r.workdir / "curve.jsonl") for s, r in runs.items() if r.done("train") is not None}
+    curves[arm.name] = {s: read_rows(r.workdir / "curve.jsonl") for s, r in runs.items() if _is_finished(r)}
   base = baseline(run.config, arms)
   found = compare_results.summarize_arms(curves, base)
   for arm in arms:
     if arm.name in found:
       found[arm.name] = {"method": arm.method, "overrides": list(arm.overrides)} | found[arm.name]
-  p, iterations = run.config.train.panel, run.config.train.iterations
-  about = [
-    f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {sum(map(len, curves.values()))} of "
-    f"{len(arms) * len(seeds)} runs are finished. All arms of a seed begin from one SFT checkpoint and train for the "
-    f"iterations of the config ({iterations}, where an arm does not change it).",
-    f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
-    f"skill in any prompt, every {panel_every(run.config)} iterations. Figures are those of the last iteration; no "
-    "step was chosen by the panel.",
-    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; "
-    "Holm's p-values are corrected for the number of arms. "
-    "Time is that of training iterations, without compilation and without the panels.",
-  ]
-  values = {"baseline": base, "panel": p.to_dict(), "about": about, "arms": found}
+  told = about(run, arms, seeds, sum(map(len, curves.values())))
+  values = {"baseline": base, "panel": run.config.train.panel.to_dict(), "about": told, "arms": found}
   if is_writer():
-    write_text(run.workdir / "compare.md", compare_results.markdown(found, base, about))
+    write_text(run.workdir / "compare.md", compare_results.markdown(found, base, told))
     compare_page.build(run.workdir, values)
   return run.finish("compare", values)
+
+
+def about(run: Run, arms: Sequence[Arm], seeds: Sequence[int], finished: int) -> list[str]:
+  """What was compared and how, in sentences that hold for these arms."""
+  p, every, iterations = run.config.train.panel, panel_every(run.config), run.config.train.iterations
+  configs = {arm.name: arm_run(run, arm, seeds[0]).config for arm in arms}
+  from_base = _but_for(
+    [n for n, config in configs.items() if config.train.start_from == "base"], "from the base policy"
+  )
+  others = {name: _unusual(config, run.config) for name, config in configs.items()}
+  others = "; ".join(f"{name}: {', '.join(found)}" for name, found in others.items() if found)
+  shown = [arm.name for arm in arms if methods.get(arm.method).in_evaluation]
+  tests = (
+    "Intervals: t over seeds; for differences the paired t-test by seed, and a bootstrap over seeds x tasks; Holm's "
+    "p-values are corrected for the number of arms, within each measure."
+    if len(seeds) > 1
+    else "There are no intervals and no tests: one seed has no interval."
+  )
+  return [
+    f"{len(arms)} arms with {len(seeds)} seeds ({', '.join(map(str, seeds))}), {finished} of {len(arms) * len(seeds)} "
+    f"runs are finished. All arms of a seed begin from one SFT checkpoint{from_base}. "
+    f"Iterations ({iterations}), tasks, steps of an episode, history and sampling as the config says"
+    f"{f', but for {others}' if others else ''}.",
+    f"Panel: {p.tasks} tasks of the split {p.split}, each played {p.samples} x at temperature {p.temperature}, no "
+    f"skill in any prompt{_but_for(shown, 'text of the skill library')}, every {every} iterations. Figures are those "
+    "of the last iteration; no step was chosen by the panel.",
+    f"{tests} Time is that of training iterations, without compilation and without the panels.",
+  ]
+
+
+def _unusual(config, common) -> list[str]:
+  """What an arm does otherwise than others: FIELD=VALUE of USUAL, and of the section rollout, which its panel has."""
+  fields = [*sorted(f"rollout.{name}" for name in common.rollout), *USUAL]
+  values = {field: [functools.reduce(getattr, field.split("."), c) for c in (config, common)] for field in fields}
+  return [f"{field}={ours}" for field, (ours, theirs) in values.items() if ours != theirs]
+
+
+def _but_for(names: Sequence[str], what: str) -> str:
+  return f", but for {', '.join(names)}: {what}" if names else ""
 
 
 # ---------------------------------------------------------------- what is to be run
@@ -104,10 +142,11 @@ def write_results(run: Run, arms: Sequence[Arm], seeds: Sequence[int]) -> dict:
 
 def plan(run: Run) -> tuple[list[Arm], list[int]]:
   """The arms and seeds of config.compare. Raises ConfigError, before anything is written, for what cannot be run."""
-  c = run.config.compare
-  seeds = list(c.seeds)
-  if not seeds or len(set(seeds)) != len(seeds):
-    raise ConfigError(f"config.compare.seeds={tuple(seeds)}: name at least one seed, each once; example: (0, 1, 2)")
+  seeds = list(run.config.compare.seeds)
+  if not all(type(seed) is int for seed in seeds) or len(set(seeds)) != len(seeds) or not seeds:
+    raise ConfigError(
+      f"config.compare.seeds={tuple(seeds)}: name at least one seed, each once, all whole numbers; example: (0, 1, 2)"
+    )
   if run.config.start:
     raise ConfigError("config.start must be empty: the stage compare makes the start of every seed itself")
   if methods.settings(run.config.method):
@@ -123,15 +162,23 @@ def plan(run: Run) -> tuple[list[Arm], list[int]]:
     played = set()  # the same tasks are looked at once: some benchmarks read them from files
     for arm in arms:
       own = arm_run(run, arm, seed)
+      own.benchmark = run.benchmark  # that of all arms
       t = own.config.train
       try:
-        own.check()
-        loss_config(own.config)
-        if (t.split, t.num_tasks) not in played:
-          panel_tasks(own, own.benchmark.tasks(t.split, t.num_tasks, process_seed(seed, "train tasks")))
+        if seed == seeds[0]:  # no seed changes what may be trained
+          own.check()
+        if (t.split, t.num_tasks, t.tasks_per_iteration) not in played:
+          tasks = own.benchmark.tasks(t.split, t.num_tasks, process_seed(seed, "train tasks"))
+          check_tasks(own.config, tasks)
+          panel_tasks(own, tasks)
       except (ValueError, TypeError) as error:
         raise ConfigError(f"arm {arm.name!r}: {error}") from error
-      played.add((t.split, t.num_tasks))
+      played.add((t.split, t.num_tasks, t.tasks_per_iteration))
+      if not hosts.index():  # the folders of arms are process 0's
+        try:
+          own.configs()
+        except ConfigError as error:
+          raise ConfigError(f"arm {arm.name!r}: {error}, or give the arm another name") from error
   return arms, seeds
 
 
@@ -140,7 +187,7 @@ def read_arms(config) -> list[Arm]:
   c = config.compare
   field, values = _swept(c.vary)
   changes = [("", ())] if not field else [(f" {field.rpartition('.')[2]}={v}", (f"{field}={v}",)) for v in values]
-  arms = [Arm(method + name, method, override) for method in c.methods for name, override in changes]
+  arms = [Arm(f"{method}{name}", method, override) for method in c.methods for name, override in changes]
   for entry in c.arms:
     try:
       name, method, overrides = entry
@@ -195,6 +242,17 @@ def arm_run(run: Run, arm: Arm, seed: int) -> Run:
   _override(config, arm)
   del config.compare
   return Run(config, folder / arm.folder, plain=run.plain, notice=run.notice)
+
+
+def _is_finished(own: Run) -> bool:
+  """Whether this very run is finished: its folder may hold one of another config."""
+  if own.done("train") is None:
+    return False
+  try:
+    own.configs()
+  except ConfigError:
+    return False
+  return True
 
 
 def _finish(own: Run, stages: Sequence[str]) -> None:

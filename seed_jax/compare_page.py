@@ -44,7 +44,8 @@ def build(workdir: epath.PathLike, results: Mapping[str, Any]) -> epath.Path:
 def _cards(arms: Mapping[str, Mapping[str, Any]]) -> str:
   cards = []
   for name, s in arms.items():
-    note = f"{clean(name, 60)}; {between(s['final'])}, {len(s['seeds'])} seeds"
+    count = len(s["seeds"])
+    note = f"{clean(name, 60)}; {between(s['final'])}" + (f", {count} seeds" if count > 1 else "")
     final = (s.get("against") or {}).get("final")
     if final:
       tone = "good" if final["low"] > 0 else "bad" if final["high"] < 0 else "soft"
@@ -59,10 +60,10 @@ def _curves(arms: Mapping[str, Mapping[str, Any]], baseline: str) -> str:
     figures.append(f"<figure><h3>Success by {label}</h3>{_curve(arms, baseline, key, label)}</figure>")
   finals = {name: {"after the last iteration": _whiskers(s["final"])} for name, s in arms.items()}
   figures.append(f"<figure><h3>Final success</h3>{charts.rates(finals)}</figure>")
-  return (
-    "<h2>Learning curves</h2><p class=soft>Means over seeds; bands and whiskers are 95 % intervals over seeds.</p>"
-    f"<div class=charts>{''.join(figures)}</div>"
-  )
+  note = "Means over seeds; bands and whiskers are 95 % intervals over seeds."
+  if max(len(s["seeds"]) for s in arms.values()) == 1:
+    note = "One seed: there are no intervals."
+  return f"<h2>Learning curves</h2><p class=soft>{note}</p><div class=charts>{''.join(figures)}</div>"
 
 
 def _curve(arms: Mapping[str, Mapping[str, Any]], baseline: str, key: str, label: str) -> str:

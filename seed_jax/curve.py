@@ -1,4 +1,5 @@
-"""The learning curve of a run: a fixed panel that the policy plays during training, without a skill in any prompt.
+"""The learning curve of a run: a fixed panel that the policy plays during training, without a skill in any prompt but
+for methods whose own recipe shows library text there (`Method.in_evaluation`).
 
 Training does not notice: the panel has sampling keys of its own, every rollout begins on an engine that was reset, and
 its seconds count nowhere. `config.train.panel` says how often (every=0: never) and on what: to choose hyper-parameters

@@ -97,7 +97,7 @@ def work(values: flags.FlagValues) -> None:
     if not set(stages) <= {"preflight", "report"}:  # which may look on while another process trains
       run.check()
       stack.enter_context(run_module.held(run.workdir))
-    hosts.first_then_others("the work directory", run.open)
+    hosts.first_then_others("the work directory", lambda: run.open(lambda: check_stages(stages, run)))
     left = run.plan(stages)
     say(run.headline(values.config_path, stages, left))
     for stage in left:
@@ -110,6 +110,14 @@ def stage_function(stage: str):
   """`run_<stage>` of `seed_jax.<stage>`; a stage imports what it needs only when it runs."""
   module = "library_stage" if stage == "library" else stage  # library.py is the data
   return getattr(importlib.import_module(f"seed_jax.{module}"), f"run_{stage}")
+
+
+def check_stages(stages: list[str], run) -> None:
+  """Raises ConfigError where one of the stages has more to ask of a config than `run.check`."""
+  if "compare" in stages:
+    from seed_jax import compare
+
+    compare.plan(run)
 
 
 # ---------------------------------------------------------------- the command line

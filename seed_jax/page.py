@@ -100,6 +100,14 @@ def duration(seconds: Any) -> str:
   return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def exact_duration(seconds: Any) -> str:
+  """Seconds as "45 s", "2 min 48 s" or "3 h 05 min", for times that are compared."""
+  value = number(seconds)
+  if value is None or value < 90 or value >= 7_200:
+    return duration(seconds)
+  return f"{round(value) // 60} min {round(value) % 60:02d} s"
+
+
 def plain(text: Any, limit: int = 40) -> str:
   """One line of printable characters, for a terminal or a picture."""
   return "".join(character if character.isprintable() else "?" for character in str(text)[:limit])

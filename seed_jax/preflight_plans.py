@@ -14,7 +14,7 @@ from seed_jax.preflight_programs import Training
 from seed_jax.roofline import Plan, Work
 from seed_jax.run import optimizer_config, preset_model, row_shapes
 from seed_jax.topologies import Slice
-from seed_jax.train import loss_config
+from seed_jax.train_config import loss_config
 from seed_jax.workdir import ConfigError
 
 # ---------------------------------------------------------------- from a config

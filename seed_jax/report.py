@@ -17,7 +17,7 @@ from typing import Any
 
 from etils import epath
 
-from seed_jax import charts, intervals, metrics, skill_report
+from seed_jax import charts, intervals, methods, metrics, skill_report
 from seed_jax.page import clean, document, duration, figure, hide_secrets, number, percent, plain, span
 
 _TURN_LIMIT = 60
@@ -132,7 +132,7 @@ def build(workdir: epath.PathLike, *, command: str = "", title: str = "") -> epa
     "".join(f"<p class=notice>{clean(notice)}</p>" for notice in notices),
     _families(final, start),
     _mechanism(stages["evaluate"].get("mechanism")),
-    _curves(rows, curve, skip=skill_report.METRICS if skills else ()),
+    _curves(rows, curve, _panel_title(config.get("method")), skip=skill_report.METRICS if skills else ()),
     skills,
     _examples(examples),
     _facts(stages, config, command),
@@ -231,7 +231,15 @@ def _mechanism(found: Any) -> str:
   )
 
 
-def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> str:
+def _panel_title(method: Any) -> str:
+  """What the prompts of the panel hold depends on the method; one that was registered elsewhere is not known here."""
+  found = methods.METHODS.get(method) if isinstance(method, str) else None
+  if found is None:
+    return "Success on the panel"
+  return "Success on the panel, " + ("library text in the prompts" if found.in_evaluation else "no skill")
+
+
+def _curves(rows: Sequence[Mapping], curve: Sequence[Mapping], panel_title: str, skip: Sequence[str] = ()) -> str:
   if not rows:
     return "<h2>Learning curves</h2><p class=soft>No training iteration yet.</p>"
   iterations = [row["iteration"] for row in rows]
@@ -245,7 +253,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], curve: Sequence[Mapping[str, Any]
   figures = []
   if curve:
     panel = {key: ([row["iteration"] for row in curve], [number(row.get(key)) for row in curve]) for key in _PANEL}
-    figures.append(figure("Success on the panel, no skill", panel, charts.lines(panel, percent="full")))
+    figures.append(figure(panel_title, panel, charts.lines(panel, percent="full")))
   for name, wanted, options in _CURVES:
     chosen = {
       key: points[key] for want in wanted for key in list(points) if key == want or key.rsplit("/", 1)[-1] == want

@@ -33,6 +33,7 @@ from seed_jax.rollout import (
   play,
   task_number,
 )
+from seed_jax.train_config import check_train
 from seed_jax.trajectory import MODES, Trajectory
 from seed_jax.workdir import (  # noqa: F401  (re-exported)
   EXTRA_STAGES,
@@ -89,8 +90,7 @@ class Run(Workdir):
         f"config.train.async_level={c.train.async_level} works on one host only: the update would run between the "
         f"rollouts of {hosts.count()} hosts, which go their own pace; use async_level=0"
       )
-    if c.train.max_generations < 1:
-      raise ConfigError(f"config.train.max_generations={c.train.max_generations} must be 1 or more")
+    check_train(c)
     self._check_checkpoint(c.checkpoint, c.train.panel)
     for number in c.profile.iterations:
       if type(number) is not int or number < 0:

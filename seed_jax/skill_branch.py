@@ -4,6 +4,7 @@ is kept of them. `methods.SKILL_SOURCES` says what there is; here a run's polici
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import Trajectory
 
 SKILLS = "skills"  # folder of a work directory: the skills of every iteration
+COUNTS = ("tokens_sampled", "tokens_prefilled", "tokens_reused", "decode_steps")  # of an engine, sums
 OTHER_WRITERS = ("frozen_analyzer", "external")  # differ in who writes the skill of an episode, not in whose it gets
 
 
@@ -91,16 +93,17 @@ class SkillBranch:
     return bool(self._keep)
 
   def write(self, trajectories: Sequence[Trajectory], engine: Engine, iteration: int) -> dict[str, float]:
-    """Skills of an iteration's episodes, by whoever writes them; metrics of parsing. The engine keeps the parameters of
-    a frozen analyzer: whoever plays next sets its own.
+    """Skills of an iteration's episodes, by whoever writes them; metrics of parsing, and of a frozen analyzer what it
+    asked of the engine (COUNTS), to be added to what the episodes did. The engine keeps the parameters of a frozen
+    analyzer: whoever plays next sets its own.
     """
     if not self.method.needs_analysis:
       return {}
     if self._start_params is not None:
       engine.set_params(self._start_params)
       found = self.run.analyze(engine, trajectories, iteration=iteration)
-      engine.take_stats()
-      return found
+      stats = hosts.totals("the counters of the analyzer", dataclasses.asdict(engine.take_stats()))
+      return found | {name: stats[name] for name in COUNTS}
     if self._analyzer is not None:
       readable = [t for t in trajectories if t.turns and not t.error]
       texts = analyses(self.run, self._analyzer, readable)

@@ -22,10 +22,11 @@ from seed_jax.regrade import Regrade
 from seed_jax.replay_buffer import Replay
 from seed_jax.rollout import Episode
 from seed_jax.rollout_metrics import engine_metrics, episode_metrics
-from seed_jax.run import ConfigError, Run, optimizer_config, process_seed
+from seed_jax.run import Run, optimizer_config, process_seed
 from seed_jax.skill_branch import SkillBranch, shown
+from seed_jax.train_config import check_tasks, loss_config
 from seed_jax.unfinished import Plays, policy_of
-from seed_jax.update import LossConfig, MethodLoss, Pieces
+from seed_jax.update import MethodLoss, Pieces
 
 MEANS = ("parse_rate", "opd_active_ratio", "gate_mean", "gate_std")  # reported as means over the iterations
 
@@ -41,8 +42,6 @@ def run_train(run: Run) -> dict:
   method = methods.get(run.config.method)
   start_from = c.start_from or ("sft" if method.needs_sft or run.done("sft") else "base")
   started = time.monotonic()
-  if c.theory_every:
-    instruments.check(method, float(c.loss.opd_beta))
 
   # ---- the policy, its frozen copy as reference, the optimizer
   model, params = run.load_policy(start_from)
@@ -82,12 +81,7 @@ def run_train(run: Run) -> dict:
 
   # ---- tasks, environments, engines
   pool_of_tasks = run.benchmark.tasks(c.split, c.num_tasks, process_seed(run.config.seed, "train tasks"))
-  if c.async_level not in (0, 1):
-    raise ConfigError(f"train.async_level={c.async_level} is unknown; 0 plays with the current policy, 1 a step ahead")
-  if len(pool_of_tasks) < c.tasks_per_iteration:
-    raise ConfigError(
-      f"train.tasks_per_iteration={c.tasks_per_iteration} but the split {c.split!r} gave {len(pool_of_tasks)} tasks"
-    )
+  check_tasks(run.config, pool_of_tasks)
   plays = Plays(run, "train")
   curve = Curve(run, pool_of_tasks, first, counts, skill=shown(run, method.in_evaluation))
   branch = SkillBranch(run, method, params, resume=first)
@@ -101,7 +95,8 @@ def run_train(run: Run) -> dict:
     engine.set_params(params)
     kept, everything = [], []
     for key in range(iteration * c.max_generations, (iteration + 1) * c.max_generations):
-      tasks = iteration_tasks(pool_of_tasks, key, c.tasks_per_iteration, run.config.seed)
+      where = dict(number=key % c.max_generations, rounds=c.max_generations)
+      tasks = iteration_tasks(pool_of_tasks, iteration, c.tasks_per_iteration, run.config.seed, **where)
       start = len(everything) // c.group_size
       episodes = [
         Episode(task, group, member, branch.shown)
@@ -213,7 +208,8 @@ def run_train(run: Run) -> dict:
 
         # ---- 2. what the answers say, or another analyzer's
         with timer("analysis"):
-          log |= branch.write(trajectories, engine, iteration)
+          written = branch.write(trajectories, engine, iteration)
+        log |= {name: value + log.get(name, 0) for name, value in written.items()}  # tokens of skills are counted too
 
       # ---- 3. advantages, samples in both contexts, packed mini-batches
       with timer("batch"), jax.set_mesh(run.mesh):
@@ -289,15 +285,15 @@ def run_train(run: Run) -> dict:
   return summary
 
 
-def loss_config(config) -> LossConfig:
-  """The coefficients of a run's objective."""
-  return LossConfig(**config.train.loss.to_dict(), temperature=config.rollout.temperature)
+def iteration_tasks(tasks, iteration: int, count: int, seed: int, *, number: int = 0, rounds: int = 1):
+  """The `count` tasks of an iteration: a fresh permutation an epoch, families mixed, nothing twice within an epoch.
 
-
-def iteration_tasks(tasks, iteration: int, count: int, seed: int):
-  """The `count` tasks of an iteration: a fresh permutation an epoch, families mixed, nothing twice within an epoch."""
+  Where an iteration takes up to `rounds` rounds, the first one, `number` 0, plays what a method of one round plays; the
+  others play the tasks of other iterations of the epoch, spread over it.
+  """
   per_epoch = len(tasks) // count
   epoch, place = divmod(iteration, per_epoch)
+  place = (place + number * max(per_epoch // rounds, 1)) % per_epoch
   order = np.random.default_rng(process_seed(seed, f"task order {epoch}")).permutation(len(tasks))
   return [tasks[i] for i in order[place * count : (place + 1) * count]]
 

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from etils import epath
@@ -73,12 +73,27 @@ class Workdir:
     self.plain, self.resume_from = plain, resume_from
     self.notice = notice or Notice()
 
-  def open(self) -> None:
+  def open(self, also: Callable[[], object] = lambda: None) -> None:
     """Checks the config, then creates the work directory or checks that it belongs to this config.
+
+    also: what else must hold; called before anything is written.
 
     Raises ConfigError: for a field that cannot be run, or with the fields that differ from those of the work directory.
     """
     self.check()
+    ours, theirs = self.configs()
+    also()
+    if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one
+      self.workdir.mkdir(parents=True, exist_ok=True)
+      write_json(self.workdir / "config.json", ours)
+    if self.config.start and self.done(START_STAGES[-1]) is None:
+      self._take_start(epath.Path(self.config.start))
+
+  def configs(self) -> tuple[dict, dict]:
+    """This config and that of the work directory ({}: it has none) as JSON values. Writes nothing.
+
+    Raises ConfigError, with the fields that differ, where something was done in the work directory with another config.
+    """
     ours = json.loads(self.config.to_json_best_effort())
     path = self.workdir / "config.json"
     if hosts.index() and not path.exists():  # process 0 has written it
@@ -90,11 +105,7 @@ class Workdir:
     ):
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
-    if ours != theirs:  # where nothing was done yet, a corrected command may follow a wrong one
-      self.workdir.mkdir(parents=True, exist_ok=True)
-      write_json(path, ours)
-    if self.config.start and self.done(START_STAGES[-1]) is None:
-      self._take_start(epath.Path(self.config.start))
+    return ours, theirs
 
   def check(self) -> None:
     """Raises ConfigError or ValueError for a config that cannot be run."""

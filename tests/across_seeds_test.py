@@ -104,3 +104,11 @@ def test_first_reach_by_hand():
   assert across_seeds.first_reach(x, y, 0.5) == pytest.approx(20 + 10 * 2 / 3)
   assert across_seeds.first_reach(x, y, 0.1) == 0.0 and across_seeds.first_reach(x, y, 0.6) == 30.0
   assert across_seeds.first_reach(x, y, 0.61) is None
+
+
+def test_a_curve_is_cut_on_the_line_between_its_points():
+  x, y = across_seeds.cut([0, 10, 20], [0.0, 0.5, 0.7], 12)
+  assert x.tolist() == [0, 10, 12] and y.tolist() == pytest.approx([0.0, 0.5, 0.54])
+  assert [part.tolist() for part in across_seeds.cut([0, 10, 20], [0.0, 0.5, 0.7], 10)] == [[0, 10], [0.0, 0.5]]
+  assert [part.tolist() for part in across_seeds.cut([0, 10], [0.0, 0.5], 99)] == [[0, 10], [0.0, 0.5]]  # it is shorter
+  assert [part.tolist() for part in across_seeds.cut([0, 0], [0.25, 0.25], 0)] == [[0, 0], [0.25, 0.25]]

@@ -12,11 +12,11 @@ from seed_jax import compare_page, compare_results
 from seed_jax.metrics import plain_value
 
 
-def curve(heights, *, iterations=(0, 10, 20), outcomes=None, speed=1.0):
-  """Rows with success `heights`; 64 episodes and 5 `speed` seconds an iteration."""
+def curve(heights, *, iterations=(0, 10, 20), outcomes=None, speed=1.0, played=64):
+  """Rows with success `heights`; `played` episodes and 5 `speed` seconds an iteration."""
   rows = []
   for iteration, success in zip(iterations, heights, strict=True):
-    row = dict(iteration=iteration, success=success, macro=success - 0.05, episodes=64 * iteration)
+    row = dict(iteration=iteration, success=success, macro=success - 0.05, episodes=played * iteration)
     row |= dict(environment_steps=640 * iteration, tokens_sampled=1_000 * iteration, tokens_trained=900 * iteration)
     row |= dict(seconds=5.0 * speed * iteration, outcomes=outcomes or {"a": success, "b": success})
     rows.append(row)
@@ -84,6 +84,34 @@ def test_what_it_takes_to_reach_the_baseline(arms):
   assert "| seed | not reached | not reached | 1 of 2 |" in text
 
 
+def test_the_curve_over_episodes_ends_where_every_arm_has_been(arms):
+  """dapo has the curve of seed over iterations and plays twice the episodes: 1,280 of them after ten iterations."""
+  arms["dapo"] = {s: curve([r["success"] for r in rows], played=128) for s, rows in arms["seed"].items()}
+  arms["vanilla"] = {0: curve([0.2, 0.2, 0.2], played=0)}  # trains on nothing, and has no say
+  found = compare_results.summarize_arms(arms, "grpo")
+  dapo, seed = found["dapo"], found["seed"]
+  assert dapo["area"] == seed["area"] and dapo["fractions"] == seed["fractions"]  # over iterations, as ever
+  assert {s["by_episodes"]["budget"] for s in found.values()} == {1_280}
+  # (0.2 + 0.6) / 2 and (0.3 + 0.5) / 2: the first half of its iterations
+  assert dapo["by_episodes"]["area"]["by_seed"] == pytest.approx([0.4, 0.4])
+  assert seed["by_episodes"]["area"]["by_seed"] == pytest.approx([0.55, 0.5])
+  heights = {name: h["by_seed"] for name, h in dapo["by_episodes"]["heights"].items()}
+  assert heights["40 %"] == pytest.approx([0.36, 0.38]) and heights["100 %"] == pytest.approx([0.6, 0.5])
+  assert dapo["against"]["area_episodes"]["difference"] == pytest.approx(0.4 - (0.375 + 0.4) / 2)
+  assert found["vanilla"]["by_episodes"]["area"]["mean"] == pytest.approx(0.2)
+  text = compare_results.markdown(found, "grpo", [])
+  assert re.search(r"\| dapo \| [\d,]+ \| .* \| 2 of 2 \| 2,560 \| 12,800 \|", text)  # what it really played
+
+
+def test_every_measure_is_corrected_for_the_number_of_arms(arms):
+  arms["other"] = {0: curve([0.2, 0.5, 0.9]), 1: curve([0.3, 0.6, 0.6])}
+  found = compare_results.summarize_arms(arms, "grpo")
+  for measure in ("final", "macro", "area", "area_episodes"):
+    tests = sorted((found[name]["against"][measure] for name in ("seed", "other")), key=lambda test: test["p"])
+    assert tests[0]["p_holm"] == pytest.approx(min(2 * tests[0]["p"], 1.0))
+    assert tests[1]["p_holm"] == pytest.approx(max(tests[1]["p"], tests[0]["p_holm"]))
+
+
 def test_tasks_that_broke_off_are_left_out_of_the_bootstrap(arms):
   arms["grpo"][1][-1]["outcomes"] = {"b": 0.5}
   bootstrap = compare_results.summarize_arms(arms, "grpo")["seed"]["against"]["final"]["bootstrap"]
@@ -100,13 +128,21 @@ def test_tables_for_people(arms):
     "# Comparison\n\nAbout it.\n\n## Success on the panel after the last iteration\n\n| arm | seeds |"
   )
   assert "| seed | 2 | 75.0 % | 11–100 % | 70.0 % | 52.5 % | 25.0 % |" in text
-  assert re.search(
-    r"\| seed \| \+25\.0 \| −39 to \+89 \| \+20 to \+30 \| 5\.00 \| 0\.126 \| 0\.126 \| \+25\.0 \| \+13\.[78] \|", text
-  )
-  assert "| seed | 533 | 83 s | 2 of 2 | 12,800 | 20,000 | 18,000 | 3 min |" in text
-  assert "| arm | 20 % | 40 % | 60 % | 80 % | 100 % |" in text
+  assert "| seed | +25.0 | −39 to +89 | +20 to +30 | 5.00 | 0.126 | 0.126 | +25.0 |" in text
+  # area 55 and 50 % against 37.5 and 40 %: differences 17.5 and 10 points, mean 13.75, standard error 3.75, t = 3.67
+  area = r"\+13\.[78] \| −34 to \+61 \| 0\.17 \| 0\.17"
+  assert re.search(rf"\| seed \| {area} \| {area} \|", text)  # over iterations and over episodes: as many here
+  assert "| arm | over iterations | 95 % over seeds | over 1,280 episodes | 95 % over seeds |" in text
+  assert "| seed | 52.5 % | 21–84 % | 52.5 % | 21–84 % |" in text
+  assert "| seed | 533 | 83 s | 2 of 2 | 1,280 | 12,800 | 20,000 | 18,000 | 3 min 20 s |" in text
+  assert "| arm | 256 | 512 | 768 | 1,024 | 1,280 |" in text and "| seed | 37.0 % | 49.0 % | 59.0 % |" in text
   lines = compare_results.text_table(found, "grpo").splitlines()
   assert lines[0] == "Success on the panel after the last iteration" and lines[2].startswith("seed")
+  assert [line for line in lines if line.startswith(("Area", "Difference"))] == [
+    "Difference to grpo, in pairs by seed",
+    "Area under the curve: the mean success during training",
+    "Difference in area to grpo, in pairs by seed",
+  ]
   assert compare_results.text_table({}, "grpo") == "" and compare_results.tables({}, "grpo") == []
   assert json.loads(json.dumps(plain_value(found), allow_nan=False))
 
@@ -114,7 +150,21 @@ def test_tables_for_people(arms):
 def test_one_seed_has_no_interval(arms):
   found = compare_results.summarize_arms({name: {0: curves[0]} for name, curves in arms.items()}, "grpo")
   text = compare_results.markdown(found, "grpo", [])
-  assert "| seed | 1 | 80.0 % | one seed |" in text and "| seed | +30.0 | one seed | +30 to +30 | – | – | – |" in text
+  assert "| seed | 1 | 80.0 % | one seed |" in text and "| seed | +30.0 | one seed | one seed | – | – | – |" in text
+  assert "bootstrap" not in found["seed"]["against"]["final"]  # one seed says nothing about others
+
+
+def test_the_page_of_one_seed_claims_no_interval(tmp_path, arms):
+  def page(found):
+    for summary in found.values():
+      summary |= {"method": "seed", "overrides": []}
+    return compare_page.build(tmp_path, {"arms": found, "baseline": "grpo", "about": []}).read_text()
+
+  text = page(compare_results.summarize_arms({name: {0: curves[0]} for name, curves in arms.items()}, "grpo"))
+  assert "One seed: there are no intervals." in text and "95 % intervals over seeds" not in text
+  assert "one seed<" in text and "1 seeds" not in text
+  text = page(compare_results.summarize_arms(arms, "grpo"))
+  assert "bands and whiskers are 95 % intervals over seeds" in text and "2 seeds" in text
 
 
 class Page(html.parser.HTMLParser):

@@ -74,6 +74,10 @@ def stages(monkeypatch):
     (dict(methods=()), r"config.compare names no arm; methods: seed, grpo"),
     (dict(seeds=()), r"config.compare.seeds=\(\): name at least one seed"),
     (dict(seeds=(0, 1, 0)), r"config.compare.seeds=\(0, 1, 0\): name at least one seed, each once"),
+    (dict(seeds=("a", "b")), r"config.compare.seeds=\('a', 'b'\): name at least one seed, each once, all whole"),
+    (dict(seeds=(0, 1.5)), r"all whole numbers; example: \(0, 1, 2\)"),
+    (dict(methods=("grpo", "grsd"), vary="train.rescore=minibatch"), r"arm 'grsd rescore=minibatch': .*no meaning"),
+    (dict(vary="train.loss.kl_estimator=k3,k9"), r"arm 'seed kl_estimator=k9': config.train.loss: estimator='k9'"),
     (dict(every=0), r"config.compare.every=0 and config.train.panel.every=0: a comparison needs a learning curve"),
     (dict(baseline="ppo"), r"config.compare.baseline='ppo' is no arm; there are seed, grpo"),
     (dict(vary="train.loss.opd_bata=0,1"), r"override 'train.loss.opd_bata=0': the config has no field"),
@@ -84,7 +88,8 @@ def stages(monkeypatch):
     (dict(vary="sft.epochs=1,2"), r"override 'sft.epochs=1': all arms of a seed share sft.epochs"),
     (dict(vary="train.panel.tasks=1,2"), r"all arms of a seed share train.panel.tasks"),
     (dict(vary="train.optimizer.rule=adamw,adem"), r"arm 'seed rule=adem': optimizer rule 'adem' is unknown"),
-    (dict(vary="train.split=train,trian"), r"arm 'seed split=trian': unknown split 'trian': choose one of train"),
+    (dict(vary="train.split=train,unseen"), r"override 'train.split=train': all arms of a seed share train.split"),
+    (dict(vary="train.iterations=4,0"), r"arm 'seed iterations=0': config.train.iterations=0 must be 1 or more"),
     (dict(arms=(("a", "seed"),)), r"config.compare.arms: \('a', 'seed'\) is not \(name, method"),
     (dict(arms=(("a", "sead", ()),)), r"arm 'a': method 'sead' is unknown"),
     (dict(arms=(("Seed", "seed", ()),)), r"the arms Seed, seed need folders of their own"),
@@ -126,6 +131,23 @@ def test_the_command_line_says_so_in_one_line(capsys, monkeypatch, tmp_path, sta
   assert main.cli(["main", *arguments]) == 1
   lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
   assert len(lines) == 1 and lines[0].startswith(f"error: {told}") and not stages
+
+
+def test_a_refused_command_leaves_the_work_directory_as_it_was(capsys, monkeypatch, tmp_path, stages):
+  monkeypatch.setattr(run, "set_up_jax", lambda folder: None)
+  other = Run(get_config(), tmp_path / "other")
+  other.open()
+  for stage in START_STAGES:
+    other.finish(stage, {})
+  arguments = ["main", f"--config={TINY}", f"--workdir={tmp_path}/w", "--stages=compare", "--config.compare.every=2"]
+  arguments += ["--config.train.panel.split=valid", "--config.train.panel.tasks=2", "--config.compare.seeds=(0,)"]
+  for more in (f"--config.start={tmp_path}/other", "--config.compare.baseline=ppo"):
+    assert main.cli([*arguments, more]) == 1
+    assert {path.name for path in (tmp_path / "w").rglob("*")} <= {".lock"}  # nothing that says what is to be run
+  assert "error: config.start must be empty" in capsys.readouterr().err
+  assert main.cli(arguments) == 0 and [stage for *_, stage in stages] == [*START_STAGES, "train", "train"]
+  assert main.cli([*arguments, "--config.train.loss.opd_beta=1", "--config.compare.baseline=ppo"]) == 1
+  assert "belongs to another config (train.loss.opd_beta: 5.0 there, 1.0 here)" in capsys.readouterr().err
 
 
 # ---- which arms there are
@@ -220,6 +242,32 @@ def test_every_seed_has_one_start_and_its_arms_follow_in_turn(tmp_path, stages, 
   assert "| seed | 2 | 37.5 % |" in (tmp_path / "w" / "compare.md").read_text()
 
 
+def test_what_is_said_about_the_arms_holds_for_these_arms(tmp_path, stages):
+  def about(**changes):
+    own = make(tmp_path, **changes)
+    return compare.about(own, *compare.plan(own), 0)
+
+  first, panel, intervals = about()
+  assert first.startswith("2 arms with 2 seeds (0, 1), 0 of 4 runs are finished. All arms of a seed begin from one SFT")
+  assert (
+    "base policy" not in first
+    and "history and sampling as the config says." in first
+    and "temperature 0.4, no skill in any prompt, every 2 iterations" in panel
+  )
+  assert "t over seeds" in intervals
+  from_base = ("grpo_from_base", "grpo", ("train.start_from=base",))
+  first, panel, intervals = about(
+    methods=("grpo", "seed_without_sft", "skill_prompt", "skill_grpo_star", "skill_grpo"), arms=(from_base,), seeds=(0,)
+  )
+  assert "SFT checkpoint, but for seed_without_sft, grpo_from_base: from the base policy" in first
+  assert "no skill in any prompt, but for skill_prompt, skill_grpo_star: text of the skill library, every" in panel
+  arms = (("long", "seed", ("rollout.max_steps=50", "rollout.history=1")), ("half", "seed", ("train.iterations=2",)))
+  first = about(methods=("seed", "dapo"), arms=arms)[0]
+  assert "as the config says, but for dapo: train.max_generations=10; long: rollout.history=1, rollout.max_" in first
+  assert "rollout.max_steps=50; half: train.iterations=2." in first and "Iterations (4), tasks" in first
+  assert "t over seeds" not in intervals and "one seed has no interval" in intervals
+
+
 def test_finished_arms_are_skipped_and_more_may_be_asked_for(tmp_path, stages, monkeypatch):
   own = make(tmp_path, seeds=(0,))
   own.open()
@@ -248,6 +296,27 @@ def test_finished_arms_are_skipped_and_more_may_be_asked_for(tmp_path, stages, m
   other.train.loss.opd_beta = 1.0
   with pytest.raises(ConfigError, match="belongs to another config"):
     Run(other, tmp_path / "w").open()
+
+
+def test_results_are_published_under_the_config_that_they_are_of(tmp_path, stages):
+  kl = lambda value: dict(methods=("grpo",), seeds=(0,), arms=(("grpo2", "grpo", (f"train.loss.kl_coef={value}",)),))  # noqa: E731
+  own = make(tmp_path, **kl(0.01))
+  own.open()
+  compare.run_compare(own)
+  files = ("compare.json", "compare.md", "compare.html", "compare.svg")
+  before = [(tmp_path / "w" / name).read_bytes() for name in files]
+  del stages[:]
+  edited = make(tmp_path, **(kl(0.5) | dict(methods=("seed", "grpo"))))  # an arm that is finished means something else
+  edited.open()
+  told = r"grpo2 belongs to another config \(train.loss.kl_coef: 0.01 there, 0.5 here\); .* give the arm another name"
+  with pytest.raises(ConfigError, match=told):
+    compare.run_compare(edited)
+  assert not stages and [(tmp_path / "w" / name).read_bytes() for name in files] == before
+  arms = compare.read_arms(edited.config)
+  results = compare.write_results(edited, arms, [0])  # whoever calls it
+  assert list(results["arms"]) == ["grpo"]
+  renamed = make(tmp_path, methods=("grpo",), seeds=(0,), arms=(("grpo3", "grpo", ("train.loss.kl_coef=0.5",)),))
+  assert list(compare.run_compare(renamed)["arms"]) == ["grpo", "grpo3"]
 
 
 def test_results_of_unfinished_comparisons_name_what_is_there(tmp_path, stages):

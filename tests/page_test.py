@@ -54,6 +54,11 @@ def test_durations(seconds, text):
   assert page.duration(seconds) == text
 
 
+def test_durations_that_are_compared_tell_130_from_168_seconds():
+  told = [page.exact_duration(seconds) for seconds in (5.4, 89, 130, 168, 7_199.4, 11_100, None)]
+  assert told == ["5 s", "89 s", "2 min 10 s", "2 min 48 s", "119 min 59 s", "3 h 05 min", "–"]
+
+
 def test_plain_is_one_short_printable_line():
   assert page.plain("a\x1b[31m\nb" + "c" * 50) == "a?[31m?b" + "c" * 32
 

@@ -237,3 +237,16 @@ def test_the_panel_played_during_training_has_its_own_curve(workdir):
   (workdir / "curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   text = page(workdir).text
   assert "Success on the panel, no skill" in text and "success 0 → 0.5" in text
+
+
+@pytest.mark.parametrize(
+  "method, title",
+  [(name, "Success on the panel, no skill") for name in ("seed", "skill_grpo")]
+  + [(name, "Success on the panel, library text in the prompts") for name in ("skill_prompt", "skill_grpo_star")]
+  + [("registered elsewhere", "Success on the panel")],
+)
+def test_the_title_of_the_panel_says_what_the_prompts_of_the_method_hold(workdir, method, title):
+  row = {"iteration": 0, "success": 0.5, "macro": 0.5, "outcomes": {}}
+  (workdir / "curve.jsonl").write_text(json.dumps(row) + "\n")
+  metrics.write_json(workdir / "config.json", {"method": method})
+  assert f"<h3>{title}</h3>" in report.build(workdir).read_text()

@@ -10,6 +10,7 @@ from tiny_config import __file__ as TINY
 
 from seed_jax import library, methods, skill_branch, skill_log, skill_sources, skills
 from seed_jax.library import Library, Mistake, Skill
+from seed_jax.requests import Stats
 from seed_jax.run import Run
 from seed_jax.skill_branch import SkillBranch, library_text, shown
 
@@ -54,6 +55,7 @@ class Engine:
 
   def take_stats(self):
     self.told.append("stats")
+    return Stats(tokens_sampled=70, tokens_prefilled=500, tokens_reused=30, decode_steps=20, slot_steps=90, decoded=66)
 
 
 def make(folder, method, **changes):
@@ -117,9 +119,9 @@ def test_a_frozen_analyzer_is_the_policy_that_training_began_from(tmp_path, monk
 
   monkeypatch.setattr(branch.run, "analyze", analyze)
   assert branch.reading is None  # the policy that plays writes nothing
-  assert branch.write(four(), engine, 7) == {"parse_rate": 1.0}
-  assert asked == [("start", 4, 7)]
-  assert engine.told == ["start", "stats"]  # these tokens are no tokens of the rollout
+  read = {"tokens_sampled": 70, "tokens_prefilled": 500, "tokens_reused": 30, "decode_steps": 20}
+  assert branch.write(four(), engine, 7) == {"parse_rate": 1.0} | read  # skills are tokens that training samples
+  assert asked == [("start", 4, 7)] and engine.told == ["start", "stats"]
 
 
 @pytest.mark.parametrize("name", ["opid", "seed_external_analyzer"])

@@ -10,7 +10,7 @@ from tiny_run import started, tiny
 from seed_jax import evaluate, library, methods, report, train
 from seed_jax.advantages import unequal_groups
 from seed_jax.library import Library, Skill
-from seed_jax.run import Run
+from seed_jax.run import Run, process_seed
 from seed_jax.trajectory import Trajectory
 
 ADVICE = "take the potato."
@@ -94,12 +94,24 @@ def test_rounds_of_episodes_until_enough_groups_are_kept(start, played, monkeypa
     groups = [e.group for _, episodes, _ in calls for e in episodes if e.member == 0]
     assert groups == list(range(4 * len(calls)))  # no two tasks of an iteration have one number
     tasks = [e.task.id for _, episodes, _ in calls for e in episodes if e.member == 0]
-    assert number or len(set(tasks)) == len(tasks) == 8  # the second round plays others
+    assert len(set(tasks)) == len(tasks)  # further rounds play others
+    pool = run.benchmark.tasks("train", 16, process_seed(0, "train tasks"))
+    assert tasks[:4] == [task.id for task in train.iteration_tasks(pool, number, 4, 0)]  # as with one round
   skills = read(run.workdir, "skills/000001.jsonl")
   assert [(r["group"], r["member"]) for r in skills] == [(g, m) for g in (0, 3, 5, 6) for m in range(4)]
   assert all(r["skill"] == f"take {r['group']}" and np.isfinite(r["gain"]) for r in skills)
   assert read(run.workdir, "skills/000003.jsonl") == [] and summary["iterations"] == 4
   assert weights(run.workdir, "final") != weights(start, "sft")
+
+
+@pytest.mark.slow
+def test_the_tokens_of_a_frozen_analyzer_are_counted_with_those_of_the_episodes(start, played):
+  run, _ = trained(start, "seed_frozen_analyzer", **{"train.iterations": 1, "train.panel.every": 1})
+  (row,) = read(run.workdir, "metrics.jsonl")
+  episodes = next(out for options, _, out in played if options["iteration"] == 0)
+  responses = sum(t.response_tokens for t in episodes)
+  assert row["tokens_sampled"] >= responses + len(episodes) and 0 < row["slot_utilisation"] <= 1
+  assert [r["tokens_sampled"] for r in read(run.workdir, "curve.jsonl")] == [0, row["tokens_sampled"]]
 
 
 @pytest.mark.slow

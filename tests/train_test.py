@@ -29,6 +29,16 @@ def test_tasks_are_fixed_by_the_seed_and_the_iteration_alone():
   assert train.iteration_tasks(tasks, 7, 5, seed=1) != train.iteration_tasks(tasks, 7, 5, seed=2)
 
 
+@pytest.mark.parametrize("count, rounds", [(24, 3), (40, 10), (12, 10)])
+def test_the_first_round_of_an_iteration_plays_what_a_method_of_one_round_plays(count, rounds):
+  tasks = list(range(count))
+  for iteration in range(9):
+    drawn = [train.iteration_tasks(tasks, iteration, 4, seed=3, number=n, rounds=rounds) for n in range(rounds)]
+    assert drawn[0] == train.iteration_tasks(tasks, iteration, 4, seed=3)
+    several = min(rounds, count // 4)  # further rounds play others as long as there are any
+    assert len(set(sum(drawn[:several], []))) == 4 * several
+
+
 def episode(group, won, valid=(True,), reward=None, error=""):
   turns = [
     Turn("o", (), "p", np.ones(3, np.int32), np.ones(i + 1, np.int32), np.zeros(i + 1, np.float32), "r", "a", ok, 0.0)
