@@ -11,7 +11,7 @@ from batch_cases import CONFIG as TWO_LAYERS
 from batch_cases import samples
 from tiny_config import get_config
 
-from seed_jax import batching, instruments, learn, methods, ops, propositions, sharding, train
+from seed_jax import batching, instruments, learn, methods, ops, propositions, sharding
 from seed_jax.batching import RowShape
 from seed_jax.metrics import CompileCounter
 from seed_jax.models import decoder
@@ -375,12 +375,12 @@ def test_the_propositions_are_about_losses_that_weigh_by_the_gate():
     instruments.check(dataclasses.replace(methods.get("seed"), name="own", auxiliary=step), BETA)
 
 
-def test_training_refuses_them_before_it_loads_anything(tmp_path):
+def test_a_run_refuses_them_before_its_first_stage(tmp_path):
   for name, why in (("grpo", "scores no skill context"), ("skill_sd", "weighs them otherwise")):
     config = get_config(name)
     config.train.theory_every = 10
     with pytest.raises(ValueError, match=why):
-      train.run_train(Run(config, tmp_path / name, plain=True))
+      Run(config, tmp_path / name, plain=True).open()
     assert not (tmp_path / name).exists()
 
 
