@@ -113,7 +113,7 @@ run() {
     on_workers "copying data" all "$REMOTE data ${place%%=*} $(printf '%q' "${place#*=}")" || explain "the data cannot be copied"
   done
   send_secrets
-  id=$(date -u +%Y%m%d-%H%M%S)-$$
+  id=$(date -u +%Y%m%d-%H%M%S)-$$-${restarts:-0} # of this start alone: two restarts may fall into one second
   command="$REMOTE start $id"
   [ -z "$CACHE" ] || command="$command $(printf '%q' "--cache=$CACHE")"
   for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
@@ -127,6 +127,7 @@ run() {
   on_workers "starting" all "$command" || explain "the program cannot be started"
   if [ -z "$DRY" ]; then
     read_lines
+    ! column 6 | grep -qx -e - || fail "the program did not begin on all workers of $NAME; look with: status, logs --worker=all"
     [ "$(column 6 | sort -u)" = "$id" ] || fail "another run was started on $NAME at the same time; look with: status"
   fi
   remember
@@ -190,9 +191,9 @@ watch() {
     blind=0
     case $RESULT in
       running) mixed=0 ;;
-      mixed) # the others should notice within a minute that a worker has ended; they are helped after ten looks
+      mixed) # the others should notice within a minute that a worker has ended; they are helped after some looks
         mixed=$((mixed + 1))
-        [ "$mixed" -ne 10 ] || (on_workers "stopping" all "$REMOTE stop 30 quiet") || true
+        [ "$mixed" -ne "$PATIENCE" ] || (on_workers "stopping" all "$REMOTE stop 30 quiet") || true
         ;;
       *) return 0 ;;
     esac

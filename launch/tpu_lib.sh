@@ -7,6 +7,7 @@
 SSH_TRIES=${TPU_SSH_TRIES:-6} # attempts at a worker that refuses
 BACKOFF=${TPU_BACKOFF:-5}     # seconds before the second attempt; doubled each time, at most 60
 POLL=${TPU_POLL:-30}          # seconds between looks at a slice or a run
+PATIENCE=${TPU_PATIENCE:-10}  # looks at a run of which some workers have ended, before the others are helped to
 UNREACHABLE=69                # our exit code where ssh was refused to the end
 OUT="" ERR="" STATE="" NODE="" WORKERS=0 EXPECT="" FEED=""
 

@@ -61,8 +61,8 @@ ssh goes  --iap            through Identity-Aware Proxy, for slices without exte
 everything --dry-run       prints every command and does nothing;   --help   this text
 
 Exit codes: 0 done; 1 failed; 2 a wrong command line; 69 the workers do not answer; `run --keep-alive` and `resume --keep-alive`: the program's own. 75 from the
-program means preempted: the checkpoint is written, resume; 76: another worker failed or is gone. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES: seconds between looks (30), before
-the second attempt at ssh (5, doubling), and attempts (6).
+program means preempted: the checkpoint is written, resume; 76: another worker failed or is gone. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES, TPU_PATIENCE: seconds between
+looks (30), before the second attempt at ssh (5, doubling), attempts (6), and looks before workers that outlive another one are ended (10).
 TEXT
 }
 

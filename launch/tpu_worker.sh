@@ -96,14 +96,11 @@ setup() {
 start() {
   local id=$1 workdir="" item variable place version cache=""
   shift
+  [ "$(read_or "$RUN/id" none)" != "$id" ] || return 0 # this very run was started, whether or not it is over
   exec 9>"$BASE/lock"
-  if ! flock -n 9; then
+  if ! flock -w 5 9; then # who asks whether it is held holds it for a moment
     exec 9>&-
     return 0 # the caller sees in the status whose run it is
-  fi
-  if [ -e "$RUN/id" ] && [ "$(cat "$RUN/id")" = "$id" ]; then
-    exec 9>&-
-    return 0 # this very run was started and is over
   fi
   if [ -f "$MEMORY" ]; then
     while IFS= read -r -d '' item; do export "${item?}"; done <"$MEMORY"
@@ -133,7 +130,8 @@ start() {
   printf '%s\n' "$workdir" >"$RUN/workdir"
   setsid bash "${BASH_SOURCE[0]}" supervise "$id" "$@" </dev/null >>"$BASE/logs/$id.log" 2>&1 &
   exec 9>&-
-  for _ in $(seq 100); do [ -s "$RUN/id" ] || sleep 0.1; done
+  # not before it has begun, on a busy machine too: what is asked next is how it goes
+  while [ ! -s "$RUN/id" ] && running; do sleep 0.1; done
 }
 
 # Runs the program, outlives the ssh connection and writes the exit code down. When the machine is taken away, the system sends

@@ -71,6 +71,11 @@ class TestRun:
     assert start == again
     assert cloud.worker(0, "main") == cloud.worker(1, "main") == words_of(PROGRAM)
 
+  def test_a_busy_machine_that_takes_long_to_begin_is_waited_for(self, cloud):
+    cloud.program(cloud.stub / "remote" / "setsid", '#!/bin/sh\n/bin/sleep 2\nexec /usr/bin/setsid "$@"\n')
+    cloud.program(cloud.stub / "remote" / "sleep", "#!/bin/sh\n")  # seconds pass at once
+    assert "started on 2 workers" in cloud.run("run", *PROGRAM)
+
   def test_several_workers_need_a_bucket(self, cloud):
     error = one_error(cloud.run("run", PROGRAM[0], "--workdir=/data/run", code=1))
     assert "slice has 2 workers" in error and "gs://BUCKET/FOLDER" in error
@@ -214,11 +219,16 @@ class TestKeepAlive:
   def test_others_that_hang_after_one_has_failed_are_ended(self, cloud):
     cloud["hold"], cloud["exits.1"] = "", "4"
     python = cloud.stub / "worker-1" / ".seed_jax" / "venv" / "bin" / "python"
-    python.write_text(python.read_text().replace('-e "$STUB/hold"', '-e "$STUB/nothing"'))
+    python.write_text(python.read_text().replace('-e "$STUB/hold"', '! -e "$STUB/worker-0/ready"'))
     python = cloud.stub / "worker-0" / ".seed_jax" / "venv" / "bin" / "python"
     python.write_text(python.read_text().replace("exit 75", "exit 1"))
-    assert "exit code 1" in self.keep(cloud, code=1, TPU_POLL="0.05")
+    assert "exit code 1" in self.keep(cloud, code=1, TPU_POLL="0.05", TPU_PATIENCE="10")
     assert SIGTERM_WAS_SEEN in cloud.run("logs")
+
+  def test_restarts_within_one_second_are_runs_of_their_own(self, cloud):
+    cloud.program(cloud.stub / "date", "#!/bin/sh\necho 20300101-000000\n")
+    cloud["exits.0"] = "75\n75"
+    assert "restart 2" in self.keep(cloud) and cloud.worker(0, "main").count("\n") == 3
 
   def test_restarts_have_a_limit(self, cloud):
     cloud["exits.0"] = "75\n75\n75\n75"
