@@ -176,10 +176,10 @@ glance() {
 # A look that fails is repeated, since this machine may be offline for a while.
 watch() {
   local mixed=0 blind=0 offline=0
-  while [ "$blind" -lt 20 ] && [ "$offline" -lt 240 ]; do
+  while [ "$blind" -lt 20 ] && [ "$offline" -lt "$OFFLINE" ]; do
     sleep "$POLL"
     offline=$((offline + 1))
-    look || continue
+    look_once || continue
     offline=0
     if [ "$STATE/$NODE" != ACTIVE/READY ]; then
       RESULT=preempted
@@ -224,7 +224,7 @@ keep_alive() {
       watch
     else # an error of its own, or the slice has gone in the meantime, which its state may say a little later
       unreachable=$((unreachable + 1))
-      look || explain "cannot look at $NAME"
+      look_on
       [ "$STATE/$NODE" != ACTIVE/READY ] || { [ "$code" -eq "$UNREACHABLE" ] && [ "$unreachable" -lt 5 ]; } || exit "$code"
       RESULT=preempted
       [ "$STATE" != NONE ] || RESULT=gone

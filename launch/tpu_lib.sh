@@ -8,6 +8,7 @@ SSH_TRIES=${TPU_SSH_TRIES:-6} # attempts at a worker that refuses
 BACKOFF=${TPU_BACKOFF:-5}     # seconds before the second attempt; doubled each time, at most 60
 POLL=${TPU_POLL:-30}          # seconds between looks at a slice or a run
 PATIENCE=${TPU_PATIENCE:-10}  # looks at a run of which some workers have ended, before the others are helped to
+OFFLINE=240                   # looks, or attempts, that fail before one who waits for a slice gives up
 UNREACHABLE=69                # our exit code where ssh was refused to the end
 OUT="" ERR="" STATE="" NODE="" WORKERS=0 EXPECT="" FEED=""
 
@@ -101,6 +102,31 @@ explain() {
   esac
 }
 
+# Whether what gcloud said last may be over in a minute: the service or the way to it, not the request. After a preemption also a
+# quota, in which the slice that is gone may still count.
+passing() {
+  local faults='UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|(^|[^A-Z_])INTERNAL([^A-Z_]|$)|[Ii]nternal error|[Tt]imed out|[Tt]emporar|resolve|resolution'
+  faults="$faults|[Cc]onnection (reset|refused|aborted|error)|[Uu]nreachable|Unable to find the server|Max retries|SSLError|EOF occurred"
+  faults="$faults|([Hh][Tt][Tt][Pp]|[Ee]rror|[Cc]ode|[Ss]tatus)[ =:<\"]*(429|50[0234])"
+  [ "${restarts:-0}" -eq 0 ] || faults="$faults|[Qq]uota|RESOURCE_EXHAUSTED"
+  ! grep -q '^error: ' <<<"$ERR" && grep -qE "$faults" <<<"$ERR"
+}
+
+# steady WHAT COMMAND...: a command that calls gcloud, tried again with growing pauses while its faults are passing ones; whoever
+# keeps a run alive has hours for it.
+steady() {
+  local what=$1 try=1 pause=$BACKOFF tries=$SSH_TRIES
+  [ -z "$KEEP_ALIVE" ] || tries=$OFFLINE
+  shift
+  until "$@"; do
+    if ! passing || [ "$try" -ge "$tries" ]; then return 1; fi
+    warn "seed_jax: $what failed ($(tail -n 1 <<<"$ERR" | cut -c 1-120)); attempt $((try + 1)) of $tries in $pause s"
+    sleep "$pause"
+    pause=$((pause * 2 < 60 ? pause * 2 : 60)) try=$((try + 1))
+  done
+}
+
+no_capacity() { case $ERR in *"no more capacity"* | *"reserved capacity"* | *stockout*) ;; *) return 1 ;; esac }
 missing() { case $ERR in *NOT_FOUND* | *"not found"*) ;; *) return 1 ;; esac }
 refused() {
   ! grep -q '^error: ' <<<"$ERR" || return 1 # a worker has spoken
@@ -135,8 +161,22 @@ check() {
   WHERE=(--project="$PROJECT" --zone="$ZONE")
 }
 
-# look: STATE of the queued resource (NONE: there is none), its TYPE_THERE, NODE (the slice itself) and WORKERS. 1: gcloud failed.
-look() {
+look() { steady "looking at $NAME" look_once; }
+
+# look_on: a look at what is there whether or not we look. Any fault is waited out for OFFLINE looks.
+look_on() {
+  local missed=0
+  until look_once; do
+    missed=$((missed + 1))
+    [ "$missed" -lt "$OFFLINE" ] || explain "$NAME could not be looked at $missed times; what was asked for stays (status looks, delete gives it up)"
+    [ -z "$WAIT" ] || [ $((SECONDS - ${begun:-$SECONDS})) -lt "$WAIT" ] || explain "$NAME could not be looked at within $WAIT s; it stays in the queue"
+    [ "$missed" -ne 1 ] || warn "seed_jax: cannot look at $NAME ($(tail -n 1 <<<"$ERR" | cut -c 1-120)); looking on every $POLL s"
+    sleep "$POLL"
+  done
+}
+
+# look_once: STATE of the queued resource (NONE: there is none), its TYPE_THERE, NODE (the slice itself) and WORKERS. 1: gcloud failed.
+look_once() {
   local rest
   STATE="" NODE="" TYPE_THERE=""
   if cloud compute tpus queued-resources describe "$NAME" "${WHERE[@]}" \
@@ -186,7 +226,7 @@ stubborn() {
     cloud "$@" || code=$?
     late=$(late_workers)
     [ "$code" -ne 0 ] || [ -n "$late" ] || return 0
-    if [ "$code" -ne 0 ] && ! refused "$code"; then return "$code"; fi
+    if [ "$code" -ne 0 ] && ! refused "$code" && ! passing; then return "$code"; fi
     if [ "$try" -ge "$SSH_TRIES" ]; then
       warn "error: $what: ${late:+worker $late of $NAME did not answer: }ssh was refused $SSH_TRIES times; is port 22 open (firewall rule default-allow-ssh, or --iap), and is the machine up (status)?$(last_words)"
       exit "$UNREACHABLE"

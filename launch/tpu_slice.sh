@@ -4,10 +4,10 @@
 
 # create: asks for the slice once, and waits until it is ready; what is there is taken, what is gone is asked for anew.
 create() {
-  local asked="" told="" odd=0 begun=$SECONDS
+  local asked="" told="" odd=0 begun=$SECONDS pause=$((BACKOFF * 6))
   [ -z "$DRY" ] || DRY_STATE=NONE DRY_NODE=NONE
   while :; do
-    look || explain "cannot look at $NAME"
+    if [ -n "$asked$told" ] || [ "${restarts:-0}" -gt 0 ]; then look_on; else look || explain "cannot look at $NAME"; fi
     [ -z "$TYPE_THERE" ] || [ -z "$TOPOLOGY" ] || [ "$TYPE_THERE" = "$TYPE" ] ||
       fail "$NAME exists with $TYPE_THERE, not $TYPE ($TOPOLOGY); choose another --name, or delete it first"
     case $STATE/$NODE in
@@ -29,6 +29,13 @@ create() {
         if [ -n "$asked" ]; then
           cloud compute tpus queued-resources describe "$NAME" "${WHERE[@]}" '--format=value(state.failedData.error.message)' || true
           ERR=${OUT:-request $STATE, slice $NODE}
+          if [ -n "$KEEP_ALIVE" ] && { passing || no_capacity; }; then
+            say "the request for $NAME was not met ($(head -n 1 <<<"$ERR" | cut -c 1-120)); asking again in $pause s"
+            discard
+            sleep "$pause"
+            asked="" odd=0 pause=$((pause * 2 < 600 ? pause * 2 : 600))
+            continue
+          fi
           explain "the request for $NAME was not met"
         fi
         discard
@@ -63,7 +70,7 @@ request() {
   [ -n "$TOPOLOGY" ] || fail "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
   slice "$TOPOLOGY"
   say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers) in $ZONE of $PROJECT"
-  cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
+  steady "asking for $NAME" cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
     --runtime-version="${RUNTIME_VERSION:-$RUNTIME}" ${REQUEST[@]+"${REQUEST[@]}"} ||
     case $ERR in *ALREADY_EXISTS*) ;; *) explain "the slice cannot be asked for" ;; esac
   remember
@@ -72,7 +79,7 @@ request() {
 
 discard() {
   say "$NAME is gone (request $STATE, slice $NODE): deleting the old request"
-  cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME"
+  steady "deleting the request" cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME"
 }
 
 delete() {
@@ -84,8 +91,8 @@ delete() {
   fi
   case $STATE/$NODE in
     NONE/NONE) say "there is no slice $NAME in $ZONE of $PROJECT" ;;
-    NONE/*) cloud compute tpus tpu-vm delete "$NAME" "${WHERE[@]}" || missing || explain "cannot delete $NAME" ;;
-    *) cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME" ;;
+    NONE/*) steady "deleting $NAME" cloud compute tpus tpu-vm delete "$NAME" "${WHERE[@]}" || missing || explain "cannot delete $NAME" ;;
+    *) steady "deleting $NAME" cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME" ;;
   esac
   [ "$STATE/$NODE" = NONE/NONE ] || say "$NAME is deleted"
   [ -n "$DRY" ] || rm -f "$(memory)"

@@ -198,6 +198,17 @@ class TestKeepAlive:
     assert process.returncode == 0 and "is done" in rest
     assert cloud.worker(0, "main") == words_of(PROGRAM)  # the folder is new: the run began once in it
 
+  def test_faults_and_full_zones_do_not_end_it(self, cloud):
+    cloud["hold"], cloud["reason"] = "", "There is no more capacity in the zone"
+    process = cloud.start("run", "--keep-alive", *PROGRAM)
+    before = cloud.wait_for_the_program()
+    cloud["fail.queued-resources.create"] = cloud["fail.queued-resources.delete"] = "1|UNAVAILABLE: 503"
+    cloud["next"] = "SUSPENDED NONE\nSUSPENDED NONE\nNONE NONE\nFAILED NONE\nNONE NONE"
+    cloud.wait_for_the_program(after=before)
+    cloud["hold"] = None
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0 and "asking again" in out and "is done" in out, out
+
   def test_a_failure_ends_it_with_the_programs_code_and_last_words(self, cloud):
     cloud["exits.1"] = "9"
     out = self.keep(cloud, code=9)

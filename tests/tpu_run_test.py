@@ -165,6 +165,19 @@ class TestCreate:
     ]
     assert len(cloud.calls("queued-resources create")) == 1
 
+  def test_faults_of_the_service_are_waited_out(self, cloud):
+    busy = "1|UNAVAILABLE: 503 the service is busy"
+    cloud["fail.queued-resources.create"] = busy
+    cloud["after_create"], cloud["next"] = "ACCEPTED NONE", "NONE NONE\nWAITING_FOR_RESOURCES NONE\nACTIVE READY"
+    cloud["fail.queued-resources.describe"] = (
+      f"{busy}\n\n\n" + f"{busy}\n" * 5
+    )  # a look; two that work; five in the queue
+    out = cloud.run("create", *READY)
+    assert "attempt 2 of 4" in out and "looking on" in out and "slice is ready" in out
+    assert len(cloud.calls("queued-resources create")) == 2
+    cloud["fail.queued-resources.describe"] = "\n".join([busy] * 4)
+    assert "cannot look at slice (gcloud said: ERROR: (gcloud) UNAVAILABLE" in last_error(cloud.run("status", code=1))
+
   def test_it_need_not_wait(self, cloud):
     cloud["after_create"] = "WAITING_FOR_RESOURCES NONE"
     cloud.run("create", *READY, "--wait=0")
