@@ -3,45 +3,6 @@
 # run.
 # shellcheck disable=SC2034,SC2153 # variables in capitals are tpu_lib.sh's
 
-# The program's --workdir and --config, and what follows from them. Fails early, before anything is paid for.
-check_program() {
-  local item config=""
-  WORKDIR=""
-  for item in ${PROGRAM[@]+"${PROGRAM[@]}"}; do
-    case $item in
-      *$'\n'*) usage_error "an argument of the program has a line break in it" ;;
-      --workdir=*) WORKDIR=${item#*=} ;;
-      --config=*) config=${item#*=} ;;
-    esac
-  done
-  if [ -z "$config" ] || [ -z "$WORKDIR" ]; then usage_error "run needs --config=FILE[:ARG] and --workdir=gs://BUCKET/FOLDER"; fi
-  case $config in /*) usage_error "--config=$config: name it from the repository's root, such as configs/quickstart.py" ;; esac
-  [ -f "$ROOT/${config%%:*}" ] || usage_error "the config ${config%%:*} is not in $ROOT; only what lies there is sent to the workers"
-  case $WORKDIR in
-    gs://?*) : "${CACHE:=gs://$(cut -d/ -f3 <<<"$WORKDIR")/seed_jax/xla}" ;;
-    /*) ;;
-    *) usage_error "--workdir=$WORKDIR: give gs://BUCKET/FOLDER, or on a slice of one worker an absolute path" ;;
-  esac
-  for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
-    case ${item%%=*} in "" | [0-9]* | *[!A-Za-z0-9_]*) usage_error "--secret wants the name of an environment variable" ;; esac
-    case $item in
-      *=projects/*/secrets/*) ;;
-      *=*) usage_error "--secret=${item%%=*}=... is a value that others could see; export ${item%%=*} and give --secret=${item%%=*}" ;;
-      *) [ -n "${!item+set}" ] || [ -n "$DRY" ] || usage_error "--secret=$item: $item is not set in this shell; export it" ;;
-    esac
-  done
-  for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
-    case $item in
-      --data=[A-Za-z_]*=gs://?* | --env=[A-Za-z_]*=*) ;;
-      --data=*) usage_error "$item: write --data=NAME=gs://BUCKET/FOLDER; the program gets the copy's place as NAME" ;;
-      *) usage_error "$item: write --env=NAME=VALUE" ;;
-    esac
-  done
-  for item in $(sed -n 's/^# extras: *//p' "$ROOT/${config%%:*}" | head -n 1); do
-    case ",$EXTRAS," in *",$item,"*) ;; *) EXTRAS=$EXTRAS${EXTRAS:+,}$item ;; esac
-  done
-}
-
 setup() {
   local print unpack
   probe
@@ -102,6 +63,7 @@ send_secrets_to() {
 run() {
   local id item command place
   need_slice
+  same_type
   case $WORKERS:$WORKDIR in
     1:* | *:gs://*) ;;
     *) fail "$NAME has $WORKERS workers, which share the work directory: it must be gs://BUCKET/FOLDER, not $WORKDIR" ;;
@@ -112,6 +74,7 @@ run() {
     say "copying ${place#*=} to the workers (what is there already stays)"
     on_workers "copying data" all "$REMOTE data ${place%%=*} $(printf '%q' "${place#*=}")" || explain "the data cannot be copied"
   done
+  tell_unchecked
   send_secrets
   id=$(date -u +%Y%m%d-%H%M%S)-$$-${restarts:-0} # of this start alone: two restarts may fall into one second
   command="$REMOTE start $id"

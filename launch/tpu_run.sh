@@ -5,6 +5,8 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/tpu_lib.sh
 . "$ROOT/launch/tpu_lib.sh"
+# shellcheck source=launch/tpu_check.sh
+. "$ROOT/launch/tpu_check.sh"
 # shellcheck source=launch/tpu_slice.sh
 . "$ROOT/launch/tpu_slice.sh"
 # shellcheck source=launch/tpu_job.sh
@@ -75,7 +77,7 @@ usage_error() {
 
 NAME=${TPU_NAME:-} PROJECT=${PROJECT:-} ZONE=${ZONE:-} TOPOLOGY=${TOPOLOGY:-}
 DRY="" WAIT="" EXTRAS="" PYTHON_VERSION="" RUNTIME_VERSION="" CACHE="" KEEP_ALIVE="" MAX_RESTARTS=100 WORKER="" FOLLOW="" LINES_ASKED=100
-GRACE=120 TO="" ALL="" FORCE="" TRACK="" TYPE="" LINES_OF_WORKERS="" DRY_STATE="" DRY_NODE=""
+GRACE=120 TO="" ALL="" FORCE="" TRACK="" TYPE="" LINES_OF_WORKERS="" DRY_STATE="" DRY_NODE="" CONFIG_TOPOLOGY="" UNCHECKED=""
 REQUEST=() ROUTE=() SECRETS=() SETTINGS=() PROGRAM=() WHERE=()
 
 VERB=${1:---help}

@@ -8,8 +8,7 @@ create() {
   [ -z "$DRY" ] || DRY_STATE=NONE DRY_NODE=NONE
   while :; do
     if [ -n "$asked$told" ] || [ "${restarts:-0}" -gt 0 ]; then look_on; else look || explain "cannot look at $NAME"; fi
-    [ -z "$TYPE_THERE" ] || [ -z "$TOPOLOGY" ] || [ "$TYPE_THERE" = "$TYPE" ] ||
-      fail "$NAME exists with $TYPE_THERE, not $TYPE ($TOPOLOGY); choose another --name, or delete it first"
+    same_type
     case $STATE/$NODE in
       ACTIVE/READY)
         if [ -n "$asked" ]; then say "$NAME is ready: $WORKERS workers"; else say "$NAME exists and is ready: $WORKERS workers"; fi
@@ -69,6 +68,7 @@ create() {
 request() {
   [ -n "$TOPOLOGY" ] || fail "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
   slice "$TOPOLOGY"
+  tell_unchecked
   say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers) in $ZONE of $PROJECT"
   steady "asking for $NAME" cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
     --runtime-version="${RUNTIME_VERSION:-$RUNTIME}" ${REQUEST[@]+"${REQUEST[@]}"} ||

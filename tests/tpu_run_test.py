@@ -1,7 +1,9 @@
 """launch/tpu_run.sh makes slices and installs: against a stand-in cloud (tpu_cloud.py) whose workers are folders."""
 
 import re
+import shlex
 import subprocess
+import sys
 
 import pytest
 import tpu_cloud
@@ -115,6 +117,42 @@ class TestCommandLine:
     error = one_error(cloud.run(*arguments, code=2))
     assert words in error and "hf_123" not in error
     assert cloud.calls() == []
+
+  def test_a_config_is_checked_before_anything_is_paid_for(self, cloud):
+    whole = "alfworld.py:qwen2_5_3b,v5e:4x4"
+    (cloud.root / "configs" / "alfworld.py").write_text('"""c.model.path: not set."""\n')
+    config = lambda name: ("run", "--dry-run", f"--config=configs/{name}", "--workdir=gs://b/w")  # noqa: E731
+    weights = "--config.model.path=gs://b/m"
+    error = one_error(cloud.run(*config(whole), "--topology=v5e:8x8", weights, code=2))
+    assert (
+      "the config is for v5e:4x4 and the slice is v5e:8x8; write --config=configs/alfworld.py:qwen2_5_3b,v5e:8x8"
+      in error
+    )
+    assert "config.model.path is empty" in one_error(cloud.run(*config(whole), code=2))
+    assert "the config is not checked here" in cloud.run(*config(whole), weights)
+    cloud.root = tpu_cloud.ROOT
+    cloud.program(cloud.stub / "python3", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for arguments, words in {
+      (*config("alfworld.py:qwen9,v5p:4x4x4,nomethod"), weights): "nomethod",
+      (*config(whole), weights, "--config.trian.iterations=3"): "the config has no field 'trian.iterations'",
+      (*config(whole), weights): "add --config.annotate.external.base_url",
+      (*config("quickstart.py"), "--topology=v5e:1x1", "--config.mesh.data=2"): "needs 2 chips; the slice has 1",
+    }.items():
+      assert words in one_error(cloud.run(*arguments, code=2, VENV="/none"))
+
+  def test_the_documented_commands_pass(self, cloud):
+    cloud.root = tpu_cloud.ROOT
+    cloud.program(cloud.stub / "python3", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    text = "".join((cloud.root / name).read_text() for name in ("README.md", "docs/tpu.md")).replace("\\\n", "")
+    commands = set(re.findall(r"^bash launch/tpu_run.sh (run .*)", text, re.M))
+    assert len(commands) == 2
+    for command in commands:
+      out = cloud.run(*shlex.split(command), "--dry-run", "--topology=v5e:4x4", ANALYZER_API_KEY="k", VENV="/none")
+      assert "not checked" not in out and "--config.model.path" in out
+      short = re.sub(r"--data=\S+", "", command)
+      assert "official ALFWorld games" in one_error(
+        cloud.run(*shlex.split(short), "--dry-run", code=2, ANALYZER_API_KEY="k", VENV="/none")
+      )
 
   @pytest.mark.parametrize("topology", ["v5e:3x3", "v7:2x2", "v5p:4x4", "4x4", "v5e"])
   def test_an_unknown_topology_gets_one_line(self, cloud, topology):
@@ -314,6 +352,8 @@ class TestSetup:
 
 def test_the_stand_in_answers_as_the_scripts_ask():
   """Every gcloud command of the scripts is known to the stand-in, so that a new one is not tested by accident."""
-  text = "".join((tpu_cloud.ROOT / "launch" / f"tpu_{name}.sh").read_text() for name in ("lib", "slice", "job"))
+  text = "".join(
+    (tpu_cloud.ROOT / "launch" / f"tpu_{name}.sh").read_text() for name in ("lib", "check", "slice", "job")
+  )
   asked = set(re.findall(r"compute tpus (queued-resources|tpu-vm) (\w+)", text))
   assert asked and all(f"{group}.{verb}" in tpu_cloud.GCLOUD for group, verb in asked)
