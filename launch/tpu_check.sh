@@ -81,3 +81,9 @@ same_type() {
   wanted=$(slice "$topology" && echo "$TYPE")
   [ "$TYPE_THERE" = "$wanted" ] || fail "$NAME exists with $TYPE_THERE, not $wanted ($topology); choose another --name, or delete it first"
 }
+
+# A name stands for one slice: one elsewhere would be forgotten, and go on costing.
+same_place() {
+  [ -z "$KNOWN_ZONE" ] || [ "$KNOWN_PROJECT/$KNOWN_ZONE" = "$PROJECT/$ZONE" ] ||
+    usage_error "the name $NAME stands for a slice in $KNOWN_ZONE of $KNOWN_PROJECT; choose another --name, or give that one back first: bash launch/tpu_run.sh delete --name=$NAME"
+}

@@ -318,7 +318,8 @@ remember() {
   file=$(memory)
   mkdir -p "$(dirname "$file")"
   {
-    printf '%s\n' "project=$PROJECT" "zone=$ZONE" "topology=$TOPOLOGY" "extras=$EXTRAS" "python=$PYTHON_VERSION" "cache=$CACHE"
+    printf '%s\n' "project=$PROJECT" "zone=$ZONE" "topology=$TOPOLOGY" "extras=$EXTRAS" "python=$PYTHON_VERSION" "cache=$CACHE" \
+      "runtime=$RUNTIME_VERSION"
     for word in ${REQUEST[@]+"${REQUEST[@]}"}; do printf 'request=%s\n' "$word"; done
     for word in ${ROUTE[@]+"${ROUTE[@]}"}; do printf 'route=%s\n' "$word"; done
     for word in ${SECRETS[@]+"${SECRETS[@]}"}; do printf 'secret=%s\n' "$word"; done
@@ -328,27 +329,47 @@ remember() {
   mv "$file.new" "$file"
 }
 
-# Fills what this command line leaves open. Lists are taken over whole or not at all.
+# Fills what this command line leaves open. Lists are taken over whole or not at all. A new `run` takes over nothing of the one
+# before, and a `create` that says which slice, nothing of how the last one was asked for.
 recall() {
-  local line request=() route=() secret=() setting=() program=()
-  [ -f "$(memory)" ] || return 0
+  local again=yes anew="" line request=() route=() secret=() setting=() program=()
+  case $VERB in run | ssh) again="" ;; esac
+  if [ -n "$ON_DEMAND" ] || [ ${#REQUEST[@]} -gt 0 ] || { [ "$VERB" = create ] && [ -n "$TOPOLOGY" ]; }; then anew=yes; fi
+  if [ -f "$(memory)" ]; then recall_from "$(memory)"; fi
+  outside project PROJECT "$OUTER_PROJECT"
+  outside zone ZONE "$OUTER_ZONE"
+  outside topology TOPOLOGY "$OUTER_TOPOLOGY"
+}
+
+# outside NAME VARIABLE VALUE: the environment's value where there is no better one.
+outside() {
+  if [ -z "${!2}" ]; then
+    printf -v "$2" '%s' "$3"
+  elif [ -n "$3" ] && [ "${!2}" != "$3" ] && [ -z "${GIVEN[$1]-}" ]; then
+    warn "seed_jax: $NAME was made with --$1=${!2}, which counts, not $2=$3 of the environment (--$1=$3 would)"
+  fi
+}
+
+recall_from() {
   while IFS= read -r line; do
     case $line in
-      project=*) PROJECT=${PROJECT:-${line#*=}} ;;
-      zone=*) ZONE=${ZONE:-${line#*=}} ;;
+      project=*) KNOWN_PROJECT=${line#*=} PROJECT=${PROJECT:-${line#*=}} ;;
+      zone=*) KNOWN_ZONE=${line#*=} ZONE=${ZONE:-${line#*=}} ;;
       topology=*) TOPOLOGY=${TOPOLOGY:-${line#*=}} ;;
       extras=*) EXTRAS=${EXTRAS:-${line#*=}} ;;
       python=*) PYTHON_VERSION=${PYTHON_VERSION:-${line#*=}} ;;
-      cache=*) CACHE=${CACHE:-${line#*=}} ;;
+      cache=*) [ -z "$again" ] || CACHE=${CACHE:-${line#*=}} ;;
+      runtime=*) [ -n "$anew" ] || RUNTIME_VERSION=${RUNTIME_VERSION:-${line#*=}} ;;
       request=*) request+=("${line#*=}") ;;
       route=*) route+=("${line#*=}") ;;
       secret=*) secret+=("${line#*=}") ;;
       setting=*) setting+=("${line#*=}") ;;
       program=*) program+=("${line#*=}") ;;
     esac
-  done <"$(memory)"
-  [ ${#REQUEST[@]} -gt 0 ] || REQUEST=(${request[@]+"${request[@]}"})
+  done <"$1"
+  [ -n "$anew" ] || REQUEST=(${request[@]+"${request[@]}"})
   [ ${#ROUTE[@]} -gt 0 ] || ROUTE=(${route[@]+"${route[@]}"})
+  [ -n "$again" ] || return 0
   [ ${#SECRETS[@]} -gt 0 ] || SECRETS=(${secret[@]+"${secret[@]}"})
   [ ${#SETTINGS[@]} -gt 0 ] || SETTINGS=(${setting[@]+"${setting[@]}"})
   [ ${#PROGRAM[@]} -gt 0 ] || PROGRAM=(${program[@]+"${program[@]}"})

@@ -35,7 +35,7 @@ which slice; after `create` the name is enough
   --topology=v5e:4x4      or TOPOLOGY; GENERATION:SHAPE of v4, v5e, v5p, v6e, as for the stage preflight
 
 create
-  --spot                  cheaper, may be preempted;   --reserved   from the project's reservation;   neither: on demand
+  --spot                  cheaper, may be preempted;   --reserved   from the project's reservation;   neither, or --on-demand: on demand
   --wait=SECONDS          how long to wait for the slice (default: as long as it takes); 0: only ask
   --valid-until=DURATION  the request lapses when it is not met by then, such as 6h
   --service-account=EMAIL  --network=NET  --subnetwork=NET  --labels=K=V,...  --internal-ips  --runtime-version=VERSION
@@ -75,9 +75,12 @@ usage_error() {
 
 # ---------------------------------------------------------------- the command line
 
-NAME=${TPU_NAME:-} PROJECT=${PROJECT:-} ZONE=${ZONE:-} TOPOLOGY=${TOPOLOGY:-}
+# first what the command line says, then what is remembered for the name, then the environment
+NAME=${TPU_NAME:-} OUTER_PROJECT=${PROJECT:-} OUTER_ZONE=${ZONE:-} OUTER_TOPOLOGY=${TOPOLOGY:-}
+PROJECT="" ZONE="" TOPOLOGY="" KNOWN_PROJECT="" KNOWN_ZONE="" ON_DEMAND=""
 DRY="" WAIT="" EXTRAS="" PYTHON_VERSION="" RUNTIME_VERSION="" CACHE="" KEEP_ALIVE="" MAX_RESTARTS=100 WORKER="" FOLLOW="" LINES_ASKED=100
 GRACE=120 TO="" ALL="" FORCE="" TRACK="" TYPE="" LINES_OF_WORKERS="" DRY_STATE="" DRY_NODE="" CONFIG_TOPOLOGY="" UNCHECKED=""
+declare -A GIVEN=()
 REQUEST=() ROUTE=() SECRETS=() SETTINGS=() PROGRAM=() WHERE=()
 
 VERB=${1:---help}
@@ -98,9 +101,11 @@ while [ $# -gt 0 ]; do
       ;;
     --name=* | --project=* | --zone=* | --topology=*)
       name=${1%%=*} name=${name#--}
+      GIVEN[$name]=yes
       case $name in name) NAME=${1#*=} ;; project) PROJECT=${1#*=} ;; zone) ZONE=${1#*=} ;; topology) TOPOLOGY=${1#*=} ;; esac
       ;;
     --dry-run) DRY=yes ;;
+    --on-demand) ON_DEMAND=yes ;;
     --spot | --reserved | --internal-ips) REQUEST+=("$1") ;;
     --service-account=* | --network=* | --subnetwork=* | --labels=*) REQUEST+=("$1") ;;
     --valid-until=*) REQUEST+=("--valid-until-duration=${1#*=}") ;;
@@ -154,6 +159,7 @@ case $VERB in
   fetch) find_workdir ;;
 esac
 check
+case $VERB in create | run | resume) same_place ;; esac
 case $VERB in
   ssh) shell ;;
   setup)

@@ -66,10 +66,12 @@ create() {
 }
 
 request() {
+  local kind="on demand"
   [ -n "$TOPOLOGY" ] || fail "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
   slice "$TOPOLOGY"
   tell_unchecked
-  say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers) in $ZONE of $PROJECT"
+  case " ${REQUEST[*]-} " in *" --spot "*) kind=spot ;; *" --reserved "*) kind=reserved ;; esac
+  say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers, $kind) in $ZONE of $PROJECT"
   steady "asking for $NAME" cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
     --runtime-version="${RUNTIME_VERSION:-$RUNTIME}" ${REQUEST[@]+"${REQUEST[@]}"} ||
     case $ERR in *ALREADY_EXISTS*) ;; *) explain "the slice cannot be asked for" ;; esac
@@ -95,6 +97,8 @@ delete() {
     *) steady "deleting $NAME" cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME" ;;
   esac
   [ "$STATE/$NODE" = NONE/NONE ] || say "$NAME is deleted"
+  [ -z "$KNOWN_ZONE" ] || [ "$KNOWN_PROJECT/$KNOWN_ZONE" = "$PROJECT/$ZONE" ] ||
+    fail "the slice that was made as $NAME is in $KNOWN_ZONE of $KNOWN_PROJECT, and is not deleted by this; leave --zone and --project out"
   [ -n "$DRY" ] || rm -f "$(memory)"
 }
 

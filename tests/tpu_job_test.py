@@ -131,6 +131,19 @@ class TestRun:
     rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "[w0] seed_jax: the program ended with exit code 0" in rest
 
+  def test_a_new_run_takes_over_nothing_of_the_one_before(self, cloud):
+    first = ("--env=NOTE=first", "--secret=HF_TOKEN", "--cache=gs://other/cache")
+    cloud.run("run", *PROGRAM, *first, HF_TOKEN=SECRET)
+    for worker in range(2):
+      cloud.wait_for(worker, ".seed_jax/run/exit_code")
+    assert cloud.run("ssh", "--", "echo", "a shell") == "a shell\n"
+    cloud.run("ssh")
+    assert cloud.calls("tpu-vm ssh slice")[-1].strip().endswith("--worker=0")  # no command of the run's
+    assert "run needs --config" in one_error(cloud.run("run", code=2))
+    cloud.run("run", *PROGRAM)
+    cloud.wait_for(1, "settings", "|\n")
+    assert cloud.worker(1, "environment").split() == ["gs://bucket/seed_jax/xla"]
+
   def test_ssh_runs_a_command_on_one_worker(self, cloud):
     assert cloud.run("ssh", "--worker=1", "--", "echo", "a  b;", "c").splitlines() == ["a  b; c"]
     cloud.run("ssh")

@@ -269,6 +269,32 @@ class TestCreate:
     assert "was not met: quota" in error and "Quota exceeded for spot chips" in error
     assert cloud.calls("queued-resources delete") == []  # it stays to be looked at
 
+  def test_a_slice_that_costs_is_not_forgotten(self, cloud):
+    there = ("--name=b", "--zone=there-b")
+    cloud.run("create", *READY, *there, TPU_NAME=None)
+    assert "in there-b of mine" in last_error(cloud.run("create", "--name=b", "--zone=here-a", code=2))
+    cloud["next"] = "NONE NONE"
+    error = last_error(cloud.run("delete", "--name=b", "--zone=here-a", code=1))
+    assert "is in there-b of mine" in error and (cloud.state / "b").exists()
+    cloud["qr"], cloud["node"] = "ACTIVE", "READY"
+    out = cloud.run("status", "--name=b", ZONE="here-a", TOPOLOGY="v5e:4x4")
+    assert "b in there-b of mine" in out and "not ZONE=here-a" in out
+    cloud.run("delete", "--name=b", "--force", ZONE="here-a")
+    assert cloud.calls("queued-resources delete b", "--zone=there-b") and not (cloud.state / "b").exists()
+
+  def test_spot_can_be_taken_back(self, cloud):
+    cloud["after_create"] = "FAILED NONE"
+    cloud.run("create", *READY, "--spot", "--runtime-version=v9", code=1)
+    cloud.run("create", code=1)
+    cloud.run("create", *READY, code=1)
+    assert ["--spot" in call and "=v9" in call for call in cloud.calls("queued-resources create")] == [
+      True,
+      True,
+      False,
+    ]
+    cloud.run("create", "--spot", code=1)
+    assert "on demand" in cloud.run("create", "--on-demand", code=1)
+
 
 class TestSetup:
   def test_a_second_time_does_nothing(self, slice_there):
