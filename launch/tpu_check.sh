@@ -14,8 +14,11 @@ check_program() {
     esac
   done
   if [ -z "$config" ] || [ -z "$WORKDIR" ]; then usage_error "run needs --config=FILE[:ARG] and --workdir=gs://BUCKET/FOLDER"; fi
+  config=${config#./}
   case $config in /*) usage_error "--config=$config: name it from the repository's root, such as configs/quickstart.py" ;; esac
   [ -f "$ROOT/${config%%:*}" ] || usage_error "the config ${config%%:*} is not in $ROOT; only what lies there is sent to the workers"
+  list_files
+  grep -qxF "./${config%%:*}" "$TEMP/files" || usage_error "the config ${config%%:*} is not sent to the workers: git ignores it, or it is no small file"
   CONFIG_TOPOLOGY=$(tr ',' '\n' <<<"${config#*:}" | grep -xE '(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+)+' | head -n 1 || true)
   [ -z "$CONFIG_TOPOLOGY" ] || [ -z "$TOPOLOGY" ] || [ "$CONFIG_TOPOLOGY" = "$TOPOLOGY" ] ||
     usage_error "the config is for $CONFIG_TOPOLOGY and the slice is $TOPOLOGY; write --config=${config//$CONFIG_TOPOLOGY/$TOPOLOGY}, or choose another slice (--name, --topology)"
@@ -86,4 +89,46 @@ same_type() {
 same_place() {
   [ -z "$KNOWN_ZONE" ] || [ "$KNOWN_PROJECT/$KNOWN_ZONE" = "$PROJECT/$ZONE" ] ||
     usage_error "the name $NAME stands for a slice in $KNOWN_ZONE of $KNOWN_PROJECT; choose another --name, or give that one back first: bash launch/tpu_run.sh delete --name=$NAME"
+}
+
+# The repository's files as git knows them or would add them, without what it ignores. Where this folder is in no repository, or in
+# one that ignores it, what belongs to the package.
+found_files() {
+  if [ -n "$(git ls-files -co --exclude-standard -- launch/tpu_run.sh 2>/dev/null || true)" ]; then
+    git ls-files -coz --exclude-standard | tr '\0' '\n'
+  else
+    find ./*.* LICENSE seed_jax envs configs launch benchmarks docs -type f ! -name '*.pyc' 2>/dev/null | sed 's|^\./||' || true
+  fi
+}
+
+# list_files writes the files that are sent to $TEMP/files, ./NAME a line. Weights, keys and files above FILE_LIMIT MiB stay here, in
+# $TEMP/kept; more than TOTAL_LIMIT MiB in all are refused.
+list_files() {
+  local total
+  (
+    cd "$ROOT" || exit 1
+    found_files | LC_ALL=C sort -u | while IFS= read -r file; do [ ! -f "$file" ] || printf './%s\0' "$file"; done |
+      LC_ALL=C xargs -0 wc -c | LC_ALL=C awk -v limit=$((FILE_LIMIT * 1048576)) -v kept="$TEMP/kept" -v sum="$TEMP/total" '
+        BEGIN { printf "" >kept }
+        {
+          size = $1; name = $0; sub(/^ *[0-9]+ /, "", name)
+          if (name !~ /^\.\//) next # a total of wc
+          base = name; sub(/.*\//, "", base)
+          if (size > limit || base ~ /^(\.env|id_rsa|id_ed25519|\.netrc)/ || base ~ /\.(safetensors|gguf|bin|pt|pth|ckpt|pem|key|p12)$/)
+            print name >kept
+          else { print name; total += size }
+        }
+        END { printf "%d\n", total >sum }'
+  ) >"$TEMP/files" || fail "cannot list the files of $ROOT"
+  grep -qxF ./launch/tpu_worker.sh "$TEMP/files" || fail "the files of $ROOT are not what is to be sent: launch/tpu_worker.sh is not among them"
+  total=$(($(cat "$TEMP/total") / 1048576))
+  [ "$total" -le "$TOTAL_LIMIT" ] ||
+    fail "$(wc -l <"$TEMP/files" | tr -d ' ') files of $total MiB would be sent, more than $TOTAL_LIMIT MiB (TPU_TOTAL_LIMIT); data belongs outside of the repository, into the bucket, or into .gitignore"
+}
+
+# One line for what is not sent.
+tell_kept() {
+  local count
+  count=$(wc -l <"$TEMP/kept" | tr -d ' ')
+  [ "$count" -eq 0 ] || say "not sent (weights, keys, files above $FILE_LIMIT MiB): $(head -n 3 "$TEMP/kept" | sed 's|^\./||' | paste -sd ' ' -)$([ "$count" -le 3 ] || echo " and $((count - 3)) more")"
 }

@@ -10,8 +10,8 @@ setup() {
     fail "a run is in progress on $NAME in $(column 7- | grep -m 1 -v '^-$'); one at a time: watch it (logs --follow), or stop it first"
   fi
   if [ ! -s "$TEMP/print" ]; then # packed once: --keep-alive goes on with the code that it began with
-    files >"$TEMP/files"
-    tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
+    list_files
+    [ -n "$DRY" ] || tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
     fingerprint "$EXTRAS" >"$TEMP/print"
   fi
   print=$(cat "$TEMP/print")
@@ -19,12 +19,13 @@ setup() {
     say "$NAME is set up already"
     return 0
   fi
+  tell_kept
   say "sending $(wc -l <"$TEMP/files" | tr -d ' ') files to $WORKERS workers of $NAME"
   EXPECT=""
   stubborn "sending the code" ${TRACK:+"$TRACK"} compute tpus tpu-vm scp "$TEMP/seed_jax.tgz" "$NAME:seed_jax.tgz" "${WHERE[@]}" \
     ${ROUTE[@]+"${ROUTE[@]}"} --worker=all || explain "the code cannot be sent"
   say "installing (minutes the first time)"
-  unpack="mkdir -p ~/.seed_jax && tar -xzf ~/seed_jax.tgz -C ~/.seed_jax launch/tpu_worker.sh"
+  unpack="mkdir -p ~/.seed_jax && tar -xzf ~/seed_jax.tgz -C ~/.seed_jax ./launch/tpu_worker.sh"
   on_workers "installing" all "$unpack && $REMOTE setup $print $PYTHON_VERSION ${EXTRAS//,/ }" || explain "the installation failed"
 }
 

@@ -8,6 +8,8 @@ SSH_TRIES=${TPU_SSH_TRIES:-6} # attempts at a worker that refuses
 BACKOFF=${TPU_BACKOFF:-5}     # seconds before the second attempt; doubled each time, at most 60
 POLL=${TPU_POLL:-30}          # seconds between looks at a slice or a run
 PATIENCE=${TPU_PATIENCE:-10}  # looks at a run of which some workers have ended, before the others are helped to
+FILE_LIMIT=${TPU_FILE_LIMIT:-5}    # MiB of a file that is sent
+TOTAL_LIMIT=${TPU_TOTAL_LIMIT:-64} # MiB of all of them
 OFFLINE=240                   # looks, or attempts, that fail before one who waits for a slice gives up
 UNREACHABLE=69                # our exit code where ssh was refused to the end
 OUT="" ERR="" STATE="" NODE="" WORKERS=0 EXPECT="" FEED=""
@@ -282,18 +284,6 @@ read_lines() { LINES_OF_WORKERS=$(grep '^@worker ' <<<"$OUT" | sort -u -k 2,2n |
 # column N: that part of every worker's line: 3 fingerprint, 4 state, 5 exit code, 6 run, 7- workdir
 column() { cut -d ' ' -f "$1" <<<"$LINES_OF_WORKERS"; }
 
-# The files that are sent: what git knows or would add, without what lies in ignored folders; each that exists.
-files() {
-  (
-    cd "$ROOT" || exit 1
-    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
-      git ls-files -co --exclude-standard
-    else
-      find ./*.* LICENSE seed_jax envs configs launch benchmarks docs -type f ! -name '*.pyc' 2>/dev/null || true
-    fi | sort | while IFS= read -r file; do [ ! -f "$file" ] || printf '%s\n' "$file"; done
-  )
-}
-
 # A hash of the code and of what shall be installed with it.
 fingerprint() {
   local sum="shasum -a 256"
@@ -302,7 +292,7 @@ fingerprint() {
     cd "$ROOT" || exit 1
     printf '%s\n' "$PYTHON_VERSION" "$@"
     # shellcheck disable=SC2086
-    files | tr '\n' '\0' | xargs -0 $sum
+    tr '\n' '\0' <"$TEMP/files" | xargs -0 $sum
   ) | $sum | cut -c 1-16
 }
 

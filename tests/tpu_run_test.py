@@ -316,10 +316,24 @@ class TestSetup:
     (slice_there.root / ".gitignore").write_text("runs/\n")
     (slice_there.root / "runs").mkdir()
     (slice_there.root / "runs" / "big").touch()
-    (slice_there.root / "configs" / "new.py").touch()
-    slice_there.run("setup")
+    (slice_there.root / "configs" / "é.py").touch()
+    for name in (".env", "qwen/model.safetensors", "big.txt", "key.pem"):
+      (slice_there.root / name).parent.mkdir(exist_ok=True)
+      (slice_there.root / name).write_bytes(b"0" * (6 * 2**20 if name == "big.txt" else 1))
+    out = slice_there.run("setup")
+    assert "not sent (weights, keys, files above 5 MiB): .env big.txt key.pem and 1 more" in out
     code = slice_there.stub / "worker-0" / ".seed_jax" / "code"
-    assert (code / "configs" / "new.py").exists() and not (code / "runs").exists()
+    assert (code / "configs" / "é.py").exists()
+    kept = ("runs", ".env", "qwen", "big.txt", "key.pem")
+    assert not [name for name in kept if (code / name).exists()]
+    slice_there.program(slice_there.stub / "tar", "#!/bin/sh\nexit 1\n")
+    slice_there.run("run", "--dry-run", *PROGRAM)  # packs nothing
+    error = last_error(slice_there.run("setup", "--dry-run", code=1, TPU_FILE_LIMIT="9", TPU_TOTAL_LIMIT="5"))
+    assert "files of 6 MiB would be sent" in error
+    # in a folder that an outer repository ignores, git knows no file
+    (slice_there.root / ".git").rename(slice_there.root.parent / ".git")
+    (slice_there.root.parent / ".gitignore").write_text("/the*\n")
+    assert not re.search("sending 0 files", slice_there.run("setup", "--dry-run"))
 
   def test_a_failed_installation_names_the_worker(self, cloud):
     cloud.run("create", *READY)
