@@ -79,10 +79,11 @@ tell_unchecked() {
 
 # same_type ends where the slice that is there is another one than the command line or the config says.
 same_type() {
-  local topology=${TOPOLOGY:-${CONFIG_TOPOLOGY:-}} wanted
+  local topology=${TOPOLOGY:-${CONFIG_TOPOLOGY:-}} there=$WORKERS
   if [ -z "$TYPE_THERE" ] || [ -z "$topology" ]; then return 0; fi
-  wanted=$(slice "$topology" && echo "$TYPE")
-  [ "$TYPE_THERE" = "$wanted" ] || fail "$NAME exists with $TYPE_THERE, not $wanted ($topology); choose another --name, or delete it first"
+  slice "$topology"
+  WORKERS=$there
+  [ "$TYPE_THERE" = "$TYPE" ] || fail "$NAME exists with $TYPE_THERE, not $TYPE ($topology); choose another --name, or delete it first"
 }
 
 # A name stands for one slice: one elsewhere would be forgotten, and go on costing.

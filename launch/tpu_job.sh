@@ -3,12 +3,17 @@
 # run.
 # shellcheck disable=SC2034,SC2153 # variables in capitals are tpu_lib.sh's
 
-setup() {
-  local print unpack
+# idle ends where a run is in progress.
+idle() {
   probe
   if column 4 | grep -qx running; then
     fail "a run is in progress on $NAME in $(column 7- | grep -m 1 -v '^-$'); one at a time: watch it (logs --follow), or stop it first"
   fi
+}
+
+# setup installs where the lines of the workers that `idle` has read say that this code is not there.
+setup() {
+  local print unpack
   if [ ! -s "$TEMP/print" ]; then # packed once: --keep-alive goes on with the code that it began with
     list_files
     [ -n "$DRY" ] || tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
@@ -19,13 +24,14 @@ setup() {
     say "$NAME is set up already"
     return 0
   fi
+  phase setup
   tell_kept
   say "sending $(wc -l <"$TEMP/files" | tr -d ' ') files to $WORKERS workers of $NAME"
   EXPECT=""
-  stubborn "sending the code" ${TRACK:+"$TRACK"} compute tpus tpu-vm scp "$TEMP/seed_jax.tgz" "$NAME:seed_jax.tgz" "${WHERE[@]}" \
+  stubborn "sending the code" ${TRACK:+"$TRACK"} compute tpus tpu-vm scp "$TEMP/seed_jax.tgz" "$NAME:seed_jax-$print.tgz" "${WHERE[@]}" \
     ${ROUTE[@]+"${ROUTE[@]}"} --worker=all || explain "the code cannot be sent"
   say "installing (minutes the first time)"
-  unpack="mkdir -p ~/.seed_jax && tar -xzf ~/seed_jax.tgz -C ~/.seed_jax ./launch/tpu_worker.sh"
+  unpack="mkdir -p ~/.seed_jax && tar -xzf ~/seed_jax-$print.tgz -C ~/.seed_jax ./launch/tpu_worker.sh"
   on_workers "installing" all "$unpack && $REMOTE setup $print $PYTHON_VERSION ${EXTRAS//,/ }" || explain "the installation failed"
 }
 
@@ -41,11 +47,11 @@ secret_values() {
 
 # One gcloud for each worker, since the workers of one gcloud would share its stdin.
 send_secrets() {
-  local worker count pid pids=()
+  local id=$1 worker count pid pids=()
   count=$(secret_names | wc -l | tr -d ' ')
   [ "$count" -gt 0 ] || return 0
   for ((worker = 0; worker < WORKERS; worker++)); do
-    send_secrets_to "$worker" "$count" &
+    send_secrets_to "$worker" "$id" "$count" &
     pids+=($!)
     if [ -n "$DRY" ] || [ ${#pids[@]} -ge 16 ] || [ "$((worker + 1))" -eq "$WORKERS" ]; then
       for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
@@ -58,7 +64,7 @@ send_secrets_to() {
   local TEMP=$TEMP/$1 FEED=secret_values
   mkdir -p "$TEMP"
   [ -z "$DRY" ] || echo "# stdin of the next command, from this shell's environment: $(secret_names | tr '\n' ' ')"
-  on_workers "sending secrets" "$1" "$REMOTE secrets $2" || explain "the secrets cannot be sent"
+  on_workers "sending secrets" "$1" "$REMOTE secrets $2 $3" || explain "the secrets cannot be sent"
 }
 
 run() {
@@ -69,6 +75,8 @@ run() {
     1:* | *:gs://*) ;;
     *) fail "$NAME has $WORKERS workers, which share the work directory: it must be gs://BUCKET/FOLDER, not $WORKDIR" ;;
   esac
+  idle
+  [ -n "$DRY" ] || remember
   setup
   for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
     case $item in --data=*) place=${item#--data=} ;; *) continue ;; esac
@@ -76,9 +84,9 @@ run() {
     on_workers "copying data" all "$REMOTE data ${place%%=*} $(printf '%q' "${place#*=}")" || explain "the data cannot be copied"
   done
   tell_unchecked
-  send_secrets
   id=$(date -u +%Y%m%d-%H%M%S)-$$-${restarts:-0} # of this start alone: two restarts may fall into one second
-  command="$REMOTE start $id"
+  send_secrets "$id"
+  command="$REMOTE start $id --code=$(cat "$TEMP/print")"
   [ -z "$CACHE" ] || command="$command $(printf '%q' "--cache=$CACHE")"
   for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
     case $item in *=*) command="$command $(printf '%q' "--secret=$item")" ;; esac
@@ -88,20 +96,32 @@ run() {
   done
   command="$command --"
   for item in "${PROGRAM[@]}"; do command="$command $(printf '%q' "$item")"; done
-  on_workers "starting" all "$command" || explain "the program cannot be started"
-  if [ -z "$DRY" ]; then
-    read_lines
-    ! column 6 | grep -qx -e - || fail "the program did not begin on all workers of $NAME; look with: status, logs --worker=all"
-    [ "$(column 6 | sort -u)" = "$id" ] || fail "another run was started on $NAME at the same time; look with: status"
-  fi
-  remember
+  phase start
+  [ "$WORKERS" -eq 1 ] || start_on 0 # it decides between two that start at once, so that the slice is never split between them
+  start_on all
+  phase ""
   say "run $id started on $WORKERS workers of $NAME in $WORKDIR"
   [ -n "$KEEP_ALIVE" ] || say "watch it: bash launch/tpu_run.sh logs --follow --name=$NAME; results: bash launch/tpu_run.sh fetch --name=$NAME"
 }
 
+# start_on 0|all runs `command` there, and ends unless it is this run, `id`, that has begun.
+start_on() {
+  on_workers "starting" "$1" "$command" || explain "the program cannot be started"
+  [ -z "$DRY" ] || return 0
+  read_lines
+  ! column 6 | grep -qx -e - || fail "the program did not begin on all workers of $NAME; look with: status, logs --worker=all"
+  [ "$(column 6 | sort -u)" = "$id" ] || fail "another run was started on $NAME at the same time; look with: status"
+}
+
 stop() {
+  local left
   need_slice
-  on_workers "stopping" all "$REMOTE stop $GRACE" || explain "cannot stop the run"
+  phase stop
+  on_workers "stopping" all "${PROBE/ status;/ stop $GRACE;}" || explain "cannot stop the run"
+  [ -z "$DRY" ] || return 0
+  read_lines
+  left=$(awk '$4 == "running" { print $2 }' <<<"$LINES_OF_WORKERS" | paste -sd ' ' -)
+  [ -z "$left" ] || fail "a program is still running on worker $left of $NAME; look with: status, logs; stop asks again"
   say "no run is in progress on $NAME; the slice stays and costs until: bash launch/tpu_run.sh delete --name=$NAME"
 }
 
@@ -131,8 +151,8 @@ judge() {
 
 # glance: probe and judge without ending the script; 1 where not all workers answer.
 glance() {
-  (SSH_TRIES=1 && probe >/dev/null 2>&1 && printf '%s\n' "$LINES_OF_WORKERS" >"$TEMP/lines") || return 1
-  LINES_OF_WORKERS=$(cat "$TEMP/lines")
+  (trap 'exit 130' INT TERM && SSH_TRIES=1 && probe >/dev/null 2>&1 && printf '%s\n' "$LINES_OF_WORKERS" >"$TEMP/lines") || return 1
+  take LINES_OF_WORKERS "$TEMP/lines"
   judge
 }
 
@@ -177,15 +197,16 @@ begin() {
 
 keep_alive() {
   local restarts=0 pause=$((BACKOFF * 6)) code unreachable=0
-  trap 'say "no longer watching; the run goes on: resume --keep-alive watches again"; exit 130' INT TERM
   while :; do
     create
     code=0
-    (begin) || code=$?
+    (trap 'exit 130' INT TERM && begin) || code=$?
     [ -z "$DRY" ] || return "$code"
     if [ "$code" -eq 0 ]; then
       unreachable=0
+      phase watch
       watch
+      phase ""
     else # an error of its own, or the slice has gone in the meantime, which its state may say a little later
       unreachable=$((unreachable + 1))
       look_on
@@ -202,7 +223,7 @@ keep_alive() {
         say "the run was stopped; resume goes on"
         return 0
         ;;
-      gone) fail "the request for $NAME was deleted elsewhere; resume makes the slice again and goes on" ;;
+      gone) fail "$NAME was deleted; this command again, with --topology=${TOPOLOGY:-...}, makes a new slice and goes on in $WORKDIR" ;;
       failed)
         if on_workers "reading the log" "$WORST" "$REMOTE logs 20"; then printf '%s\n' "$OUT" >&2; fi
         warn "error: the program failed on worker $WORST of $NAME with exit code $CODE; its last words are above"

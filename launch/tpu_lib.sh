@@ -21,6 +21,20 @@ fail() {
   exit 1
 }
 
+# phase WHAT notes what an interruption would leave behind; in a file, since some of the work is done in subshells.
+phase() { printf '%s' "$1" >"$TEMP/phase"; }
+interrupted() {
+  case $(cat "$TEMP/phase" 2>/dev/null || true) in
+    queue) warn "interrupted: the request for $NAME stays, and the slice costs once it is ready; create waits on, delete gives it up" ;;
+    setup) warn "interrupted before the program was started; $NAME stays and costs: resume goes on, delete gives it back" ;;
+    start) warn "interrupted while the program was being started: status says whether it runs, resume goes on, delete gives $NAME back" ;;
+    watch) warn "no longer watching; the run goes on: resume --keep-alive watches again, stop ends it" ;;
+    stop) warn "interrupted: the program may still be running on $NAME; status looks, stop asks again" ;;
+    *) warn "interrupted" ;;
+  esac
+  exit 130
+}
+
 # ---------------------------------------------------------------- the table of slices
 
 # slice GENERATION:SHAPE sets TYPE (what gcloud calls it), RUNTIME (the image), CHIPS and WORKERS (virtual machines). The shapes are
@@ -57,6 +71,15 @@ show() {
   printf '%s\n' "${line# }"
 }
 
+# take VARIABLE FILE: the text without its last line breaks. A trap that comes while bash is in a $(...) fails, so that what waits
+# for hours has none.
+take() {
+  local text=""
+  IFS= read -r -d '' text <"$2" || true
+  while [ "${text%$'\n'}" != "$text" ]; do text=${text%$'\n'}; done
+  printf -v "$1" '%s' "$text"
+}
+
 # cloud ARGUMENT...: gcloud without questions; the answer in OUT, complaints in ERR. Its stdin is what the function named by FEED
 # writes, or empty: ssh would eat ours.
 cloud() {
@@ -67,7 +90,8 @@ cloud() {
     return 0
   fi
   ${FEED:-:} | gcloud "$@" --quiet >"$TEMP/out" 2>"$TEMP/err" || code=$?
-  OUT=$(cat "$TEMP/out") ERR=$(cat "$TEMP/err")
+  take OUT "$TEMP/out"
+  take ERR "$TEMP/err"
   return "$code"
 }
 

@@ -139,13 +139,15 @@ while [ $# -gt 0 ]; do
   shift
 done
 for number in "${WAIT:-0}" "$MAX_RESTARTS" "$LINES_ASKED" "$GRACE"; do
-  case $number in "" | *[!0-9]*) usage_error "'$number' is not a number of seconds, lines or restarts" ;; esac
+  case $number in "" | *[!0-9]* | ??????????*) usage_error "'$number' is not a number of seconds, lines or restarts" ;; esac
 done
+LINES_ASKED=$((10#$LINES_ASKED)) GRACE=$((10#$GRACE)) MAX_RESTARTS=$((10#$MAX_RESTARTS)) WAIT=${WAIT:+$((10#$WAIT))} # 08 is no octal
 case $EXTRAS$PYTHON_VERSION in *[!A-Za-z0-9_.,-]*) usage_error "--extras takes names with commas, --python a version such as 3.12" ;; esac
 case ${WORKER:-0} in all) ;; *[!0-9]*) usage_error "--worker wants a number" ;; esac
 
 TEMP=$(mktemp -d)
 trap 'rm -rf "$TEMP"' EXIT
+trap interrupted INT TERM
 : >"$TEMP/err"
 recall
 : "${PYTHON_VERSION:=3.11}"
@@ -164,6 +166,7 @@ case $VERB in
   ssh) shell ;;
   setup)
     need_slice
+    idle
     setup
     ;;
   run) if [ -n "$KEEP_ALIVE" ]; then keep_alive; else run; fi ;;

@@ -4,13 +4,14 @@
 
 # create: asks for the slice once, and waits until it is ready; what is there is taken, what is gone is asked for anew.
 create() {
-  local asked="" told="" odd=0 begun=$SECONDS pause=$((BACKOFF * 6))
+  local now asked="" told="" odd=0 begun=$SECONDS pause=$((BACKOFF * 6))
   [ -z "$DRY" ] || DRY_STATE=NONE DRY_NODE=NONE
   while :; do
     if [ -n "$asked$told" ] || [ "${restarts:-0}" -gt 0 ]; then look_on; else look || explain "cannot look at $NAME"; fi
     same_type
     case $STATE/$NODE in
       ACTIVE/READY)
+        if [ "$VERB" = create ]; then phase ""; else phase setup; fi
         if [ -n "$asked" ]; then say "$NAME is ready: $WORKERS workers"; else say "$NAME exists and is ready: $WORKERS workers"; fi
         return 0
         ;;
@@ -59,7 +60,9 @@ create() {
       fail "$NAME is still not ready after $WAIT s (request $STATE, slice $NODE); it stays in the queue: the same command waits on, delete gives it up"
     if [ "$told" != "$STATE/$NODE" ]; then
       told=$STATE/$NODE
-      say "waiting for $NAME: request $STATE, slice $NODE ($(date '+%H:%M'))"
+      phase queue
+      printf -v now '%(%H:%M)T' -1
+      say "waiting for $NAME: request $STATE, slice $NODE ($now)"
     fi
     sleep "$POLL"
   done
@@ -72,6 +75,7 @@ request() {
   tell_unchecked
   case " ${REQUEST[*]-} " in *" --spot "*) kind=spot ;; *" --reserved "*) kind=reserved ;; esac
   say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers, $kind) in $ZONE of $PROJECT"
+  phase queue
   steady "asking for $NAME" cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
     --runtime-version="${RUNTIME_VERSION:-$RUNTIME}" ${REQUEST[@]+"${REQUEST[@]}"} ||
     case $ERR in *ALREADY_EXISTS*) ;; *) explain "the slice cannot be asked for" ;; esac

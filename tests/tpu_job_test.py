@@ -4,7 +4,9 @@ Its workers are folders. The script for the workers, launch/tpu_worker.sh, runs 
 signals.
 """
 
+import os
 import pathlib
+import signal
 
 import pytest
 from tpu_cloud import Cloud
@@ -67,8 +69,8 @@ class TestRun:
     cloud["late"] = "1 1 worker.sh start"  # worker 0 starts, worker 1 does not hear of it the first time
     assert "starting: worker 1 did not answer" in cloud.run("run", *PROGRAM)
     cloud.wait_for_the_program()
-    (start, again) = cloud.calls("tpu_worker.sh", "start")
-    assert start == again
+    (first, start, again) = cloud.calls("tpu_worker.sh", "start")
+    assert first.replace("--worker=0", "--worker=all") == start == again
     assert cloud.worker(0, "main") == cloud.worker(1, "main") == words_of(PROGRAM)
 
   def test_a_busy_machine_that_takes_long_to_begin_is_waited_for(self, cloud):
@@ -109,6 +111,34 @@ class TestRun:
     out = cloud.run("logs", "--worker=all")
     assert out.count(SIGTERM_WAS_SEEN) == 2 and "[w1] the program begins" in out
     cloud.run("stop")
+
+  def test_a_program_without_its_supervisor_is_seen_and_stopped(self, cloud):
+    cloud["hold"] = ""
+    cloud.run("run", *PROGRAM)
+    cloud.wait_for_the_program()
+    for worker in range(2):
+      os.kill(int(cloud.worker(worker, ".seed_jax/run/supervisor")), signal.SIGKILL)
+    assert cloud.run("status").count(": running") == 2
+    assert "a run is in progress" in one_error(cloud.run("run", *PROGRAM, code=1))
+    process = cloud.start("stop")
+    while "stop" not in (cloud.stub / "calls").read_text():
+      pass
+    assert "may still be running on slice; status looks" in cloud.interrupt(process)
+    cloud.run("stop", "--grace=08")
+    assert cloud.run("status").count(": stopped") == 2
+    script = cloud.stub / "worker-1" / ".seed_jax" / "launch" / "tpu_worker.sh"
+    script.write_text(script.read_text().replace("\nstop() {", "\nrunning() { true; }\nstop() { return 0\n"))
+    assert "is still running on worker 1 of slice" in one_error(cloud.run("stop", code=1))
+
+  def test_of_two_runs_at_once_one_begins(self, cloud):
+    cloud["hold"] = ""
+    names = ("one", "two")
+    both = [cloud.start("run", PROGRAM[0], f"--workdir=gs://bucket/{name}") for name in names]
+    codes = [(process.communicate(timeout=600), process.returncode)[1] for process in both]
+    assert sorted(codes) == [0, 1]
+    cloud.wait_for_the_program()
+    won = f"gs://bucket/{names[codes.index(0)]}\n"
+    assert cloud.worker(0, ".seed_jax/run/workdir") == cloud.worker(1, ".seed_jax/run/workdir") == won
 
   def test_a_program_that_does_not_end_is_killed(self, cloud):
     cloud["hold"] = ""
@@ -160,7 +190,7 @@ class TestSecrets:
       assert cloud.worker(worker, "environment").split()[:2] == [SECRET, "from-the-manager"]
       (cloud.stub / f"worker-{worker}" / "environment").unlink()
     calls = cloud.calls()
-    assert sum(r"tpu_worker.sh\ secrets\ 1" in call for call in calls) == 2
+    assert sum(r"tpu_worker.sh\ secrets" in call for call in calls) == 2
     assert "from-the-manager" not in out + "".join(calls)
     leaks = [
       file for file in cloud.stub.parent.rglob("*") if file.is_file() and SECRET in file.read_text(errors="ignore")
@@ -277,7 +307,9 @@ class TestKeepAlive:
     cloud.wait_for_the_program()
     cloud.run("delete", "--force")
     out, _ = process.communicate(timeout=600)
-    assert process.returncode == 1 and "was deleted elsewhere" in last_error(out)
+    assert process.returncode == 1 and "slice was deleted; this command again, with --topology=v4:2x2x2" in last_error(
+      out
+    )
     assert cloud.calls("queued-resources create") == []
 
   def test_workers_that_do_not_answer_at_first_are_asked_again(self, cloud):

@@ -81,7 +81,7 @@ class TestCommandLine:
       "run", "--dry-run", "--topology=v4:2x2x2", "--secret=HF_TOKEN", "--iap", *PROGRAM, HF_TOKEN="hidden"
     )
     commands = [line for line in out.splitlines() if line.startswith("gcloud ")]
-    verbs = ["describe", "describe", "ssh", "scp", "ssh", "ssh", "ssh", "ssh"]
+    verbs = ["describe", "describe", "ssh", "scp", "ssh", "ssh", "ssh", "ssh", "ssh"]
     assert [re.search(r" (describe|ssh|scp) ", line)[1] for line in commands] == verbs
     assert all("gcloud alpha" in line and "--tunnel-through-iap" in line for line in commands[2:])
     assert (
@@ -215,6 +215,22 @@ class TestCreate:
     assert len(cloud.calls("queued-resources create")) == 2
     cloud["fail.queued-resources.describe"] = "\n".join([busy] * 4)
     assert "cannot look at slice (gcloud said: ERROR: (gcloud) UNAVAILABLE" in last_error(cloud.run("status", code=1))
+
+  def test_an_interruption_says_what_it_leaves(self, cloud):
+    cloud["after_create"] = "WAITING_FOR_RESOURCES NONE"
+    for verb in (("create",), ("run", "--keep-alive", *PROGRAM)):
+      process = cloud.start(*verb, *READY)
+      while "waiting for slice" not in process.stdout.readline():
+        pass
+      assert "the request for slice stays, and the slice costs once" in cloud.interrupt(process)
+    cloud["qr"], cloud["node"] = "ACTIVE", "READY"
+    cloud.program(
+      cloud.stub / "remote" / "python3.11", tpu_cloud.PYTHON.replace("shift 3;", "echo x >$HOME/at; sleep 20;")
+    )
+    process = cloud.start("run", "--keep-alive", *PROGRAM)
+    cloud.wait_for(0, "at", "x")
+    assert "before the program was started; slice stays and costs" in cloud.interrupt(process)
+    assert "slice" in cloud.run("resume", "--dry-run")  # it is known what was to be run
 
   def test_it_need_not_wait(self, cloud):
     cloud["after_create"] = "WAITING_FOR_RESOURCES NONE"
