@@ -29,6 +29,7 @@ check_program() {
   esac
   for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
     case ${item%%=*} in "" | [0-9]* | *[!A-Za-z0-9_]*) usage_error "--secret wants the name of an environment variable" ;; esac
+    variable --secret "$item"
     case $item in
       *=projects/*/secrets/*) ;;
       *=*) usage_error "--secret=${item%%=*}=... is a value that others could see; export ${item%%=*} and give --secret=${item%%=*}" ;;
@@ -37,7 +38,7 @@ check_program() {
   done
   for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
     case $item in
-      --data=[A-Za-z_]*=gs://?* | --env=[A-Za-z_]*=*) ;;
+      --data=*=gs://?* | --env=*=*) variable "${item%%=*}" "${item#*=}" ;;
       --data=*) usage_error "$item: write --data=NAME=gs://BUCKET/FOLDER; the program gets the copy's place as NAME" ;;
       *) usage_error "$item: write --env=NAME=VALUE" ;;
     esac
@@ -46,6 +47,17 @@ check_program() {
     case ",$EXTRAS," in *",$item,"*) ;; *) EXTRAS=$EXTRAS${EXTRAS:+,}$item ;; esac
   done
   check_config "${config%%:*}"
+}
+
+# variable FLAG NAME=...: ends unless the program can be given a variable of that name.
+variable() {
+  [[ ${2%%=*} =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ||
+    usage_error "$1=${2%%=*}: '${2%%=*}' is no name of a variable: letters, digits and _, no digit first"
+  case ${2%%=*} in
+    BASE | RUN | MEMORY | HOME | PATH | IFS | UID | EUID | PPID | SHELLOPTS | BASH*)
+      usage_error "$1=${2%%=*}: that variable belongs to the shell or the launcher; choose another name"
+      ;;
+  esac
 }
 
 # What the program itself would refuse, found by loading the config as it does (launch/check_config.py), with the first Python here

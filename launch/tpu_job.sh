@@ -76,7 +76,8 @@ run() {
     *) fail "$NAME has $WORKERS workers, which share the work directory: it must be gs://BUCKET/FOLDER, not $WORKDIR" ;;
   esac
   idle
-  [ -n "$DRY" ] || remember
+  can_remember
+  remember
   setup
   for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
     case $item in --data=*) place=${item#--data=} ;; *) continue ;; esac

@@ -20,6 +20,10 @@ fail() {
   printf 'error: %s\n' "$*" >&2
   exit 1
 }
+usage_error() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
 
 # phase WHAT notes what an interruption would leave behind; in a file, since some of the work is done in subshells.
 phase() { printf '%s' "$1" >"$TEMP/phase"; }
@@ -46,11 +50,11 @@ slice() {
     v5p:*) prefix=v5p cores=2 RUNTIME=v2-alpha-tpuv5 shapes="2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8" ;;
     v5e:*) prefix=v5litepod most=8 RUNTIME=v2-alpha-tpuv5-lite shapes="1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16" ;;
     v6e:*) prefix=v6e most=8 RUNTIME=v2-alpha-tpuv6e shapes="1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16" ;;
-    *) fail "unknown topology '$1'; write GENERATION:SHAPE with v4, v5e, v5p or v6e, for example v5e:4x4" ;;
+    *) usage_error "unknown topology '$1'; write GENERATION:SHAPE with v4, v5e, v5p or v6e, for example v5e:4x4" ;;
   esac
   case " $shapes " in
     *" ${1#*:} "*) ;;
-    *) fail "unknown topology '$1'; ${1%%:*} comes as $shapes" ;;
+    *) usage_error "unknown topology '$1'; ${1%%:*} comes as $shapes" ;;
   esac
   local product=${1#*:}
   CHIPS=$((${product//x/*}))
@@ -97,10 +101,14 @@ cloud() {
 
 # explain WHAT: ends with one line for what gcloud said last, and what to do about it.
 explain() {
-  local said
+  local said ERR=$ERR
   said=$(grep -m 1 '^error: ' <<<"$ERR" || true) # of a worker: written for the user
   [ -z "$said" ] || fail "$1: ${said#error: }"
-  said=$(sed -n '/ERROR/,$p' <<<"$ERR" | tr -s ' \n' ' ') # an error may go over several lines
+  # a warning explains nothing: what stands before the error, or in lines of its own after it
+  said=$(sed -n '/ERROR/,$p' <<<"$ERR" | sed '/^WARNING/,/^$/d')
+  [ -z "$said" ] || ERR=$said
+  said=$(tr -s ' \n' ' ' <<<"$said") # an error may go over several lines
+  said=${said# }
   [ -n "$said" ] || said=$(grep -v '^ *$' <<<"$ERR" | tail -n 1 || true)
   said="gcloud said: ${said:0:300}"
   said=${said% }
@@ -135,7 +143,7 @@ passing() {
   faults="$faults|[Cc]onnection (reset|refused|aborted|error)|[Uu]nreachable|Unable to find the server|Max retries|SSLError|EOF occurred"
   faults="$faults|([Hh][Tt][Tt][Pp]|[Ee]rror|[Cc]ode|[Ss]tatus)[ =:<\"]*(429|50[0234])"
   [ "${restarts:-0}" -eq 0 ] || faults="$faults|[Qq]uota|RESOURCE_EXHAUSTED"
-  ! grep -q '^error: ' <<<"$ERR" && grep -qE "$faults" <<<"$ERR"
+  ! grep -q '^error: ' <<<"$ERR" && grep -v WARNING <<<"$ERR" | grep -v 'quota project' | grep -E "$faults" >/dev/null
 }
 
 # steady WHAT COMMAND...: a command that calls gcloud, tried again with growing pauses while its faults are passing ones; whoever
@@ -164,9 +172,9 @@ refused() {
 
 # Finds gcloud, the account, PROJECT and ZONE, or says in one line what is missing.
 check() {
-  [ -n "$NAME" ] || fail "the slice has no name; give --name=NAME or set TPU_NAME"
+  [ -n "$NAME" ] || usage_error "the slice has no name; give --name=NAME or set TPU_NAME"
   case $NAME in
-    *[!a-z0-9-]* | [!a-z]* | *-) fail "the name '$NAME' will not do: small letters, digits and dashes, a letter first" ;;
+    *[!a-z0-9-]* | [!a-z]* | *-) usage_error "the name '$NAME' will not do: small letters, digits and dashes, a letter first" ;;
   esac
   if [ -z "$DRY" ]; then
     command -v gcloud >/dev/null 2>&1 ||
@@ -227,10 +235,17 @@ look_once() {
   fi
 }
 
+half_created() {
+  fail "half-created: a TPU VM $NAME ($NODE) exists without a queued resource; choose another --name or run: bash launch/tpu_run.sh delete --name=$NAME"
+}
+
 # Ends unless the slice is there and ready.
 need_slice() {
   look || explain "cannot look at $NAME"
   case $STATE/$NODE in
+    NONE/READY)
+      case $VERB in run | setup) half_created ;; esac
+      ;;
     */READY) ;;
     NONE/NONE) fail "there is no slice $NAME in $ZONE of $PROJECT; run: bash launch/tpu_run.sh create --name=$NAME" ;;
     SUSPEND*/* | FAILED/* | */PREEMPTED | */TERMINATED)
@@ -293,6 +308,7 @@ on_workers() {
 }
 
 REMOTE="bash ~/.seed_jax/launch/tpu_worker.sh"
+THERE="[ -f ~/.seed_jax/launch/tpu_worker.sh ] || { echo 'error: nothing is set up here yet; run does it' >&2; exit 1; }"
 # Every worker says what it is doing; one without our code says `none`.
 # shellcheck disable=SC2016 # expanded there
 PROBE='w=~/.seed_jax/launch/tpu_worker.sh; if [ -f $w ]; then bash $w status; exit; fi
@@ -318,73 +334,4 @@ fingerprint() {
     # shellcheck disable=SC2086
     tr '\n' '\0' <"$TEMP/files" | xargs -0 $sum
   ) | $sum | cut -c 1-16
-}
-
-# ---------------------------------------------------------------- what is remembered of a slice
-
-# `create` and `run` write their settings down, one KEY=VALUE a line, so that `resume` needs no more than the name. Secrets are
-# remembered by name only.
-memory() { printf '%s' "${SEED_JAX_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/seed_jax/tpu}/$NAME"; }
-
-remember() {
-  local file word
-  [ -z "$DRY" ] || return 0
-  file=$(memory)
-  mkdir -p "$(dirname "$file")"
-  {
-    printf '%s\n' "project=$PROJECT" "zone=$ZONE" "topology=$TOPOLOGY" "extras=$EXTRAS" "python=$PYTHON_VERSION" "cache=$CACHE" \
-      "runtime=$RUNTIME_VERSION"
-    for word in ${REQUEST[@]+"${REQUEST[@]}"}; do printf 'request=%s\n' "$word"; done
-    for word in ${ROUTE[@]+"${ROUTE[@]}"}; do printf 'route=%s\n' "$word"; done
-    for word in ${SECRETS[@]+"${SECRETS[@]}"}; do printf 'secret=%s\n' "$word"; done
-    for word in ${SETTINGS[@]+"${SETTINGS[@]}"}; do printf 'setting=%s\n' "$word"; done
-    for word in ${PROGRAM[@]+"${PROGRAM[@]}"}; do printf 'program=%s\n' "$word"; done
-  } >"$file.new"
-  mv "$file.new" "$file"
-}
-
-# Fills what this command line leaves open. Lists are taken over whole or not at all. A new `run` takes over nothing of the one
-# before, and a `create` that says which slice, nothing of how the last one was asked for.
-recall() {
-  local again=yes anew="" line request=() route=() secret=() setting=() program=()
-  case $VERB in run | ssh) again="" ;; esac
-  if [ -n "$ON_DEMAND" ] || [ ${#REQUEST[@]} -gt 0 ] || { [ "$VERB" = create ] && [ -n "$TOPOLOGY" ]; }; then anew=yes; fi
-  if [ -f "$(memory)" ]; then recall_from "$(memory)"; fi
-  outside project PROJECT "$OUTER_PROJECT"
-  outside zone ZONE "$OUTER_ZONE"
-  outside topology TOPOLOGY "$OUTER_TOPOLOGY"
-}
-
-# outside NAME VARIABLE VALUE: the environment's value where there is no better one.
-outside() {
-  if [ -z "${!2}" ]; then
-    printf -v "$2" '%s' "$3"
-  elif [ -n "$3" ] && [ "${!2}" != "$3" ] && [ -z "${GIVEN[$1]-}" ]; then
-    warn "seed_jax: $NAME was made with --$1=${!2}, which counts, not $2=$3 of the environment (--$1=$3 would)"
-  fi
-}
-
-recall_from() {
-  while IFS= read -r line; do
-    case $line in
-      project=*) KNOWN_PROJECT=${line#*=} PROJECT=${PROJECT:-${line#*=}} ;;
-      zone=*) KNOWN_ZONE=${line#*=} ZONE=${ZONE:-${line#*=}} ;;
-      topology=*) TOPOLOGY=${TOPOLOGY:-${line#*=}} ;;
-      extras=*) EXTRAS=${EXTRAS:-${line#*=}} ;;
-      python=*) PYTHON_VERSION=${PYTHON_VERSION:-${line#*=}} ;;
-      cache=*) [ -z "$again" ] || CACHE=${CACHE:-${line#*=}} ;;
-      runtime=*) [ -n "$anew" ] || RUNTIME_VERSION=${RUNTIME_VERSION:-${line#*=}} ;;
-      request=*) request+=("${line#*=}") ;;
-      route=*) route+=("${line#*=}") ;;
-      secret=*) secret+=("${line#*=}") ;;
-      setting=*) setting+=("${line#*=}") ;;
-      program=*) program+=("${line#*=}") ;;
-    esac
-  done <"$1"
-  [ -n "$anew" ] || REQUEST=(${request[@]+"${request[@]}"})
-  [ ${#ROUTE[@]} -gt 0 ] || ROUTE=(${route[@]+"${route[@]}"})
-  [ -n "$again" ] || return 0
-  [ ${#SECRETS[@]} -gt 0 ] || SECRETS=(${secret[@]+"${secret[@]}"})
-  [ ${#SETTINGS[@]} -gt 0 ] || SETTINGS=(${setting[@]+"${setting[@]}"})
-  [ ${#PROGRAM[@]} -gt 0 ] || PROGRAM=(${program[@]+"${program[@]}"})
 }

@@ -5,6 +5,8 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launch/tpu_lib.sh
 . "$ROOT/launch/tpu_lib.sh"
+# shellcheck source=launch/tpu_memory.sh
+. "$ROOT/launch/tpu_memory.sh"
 # shellcheck source=launch/tpu_check.sh
 . "$ROOT/launch/tpu_check.sh"
 # shellcheck source=launch/tpu_slice.sh
@@ -14,63 +16,90 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 usage() {
   cat <<'TEXT'
-bash launch/tpu_run.sh VERB [--name=NAME] [settings] [-- arguments of python -m seed_jax.main]
+bash launch/tpu_run.sh VERB [--name=NAME] [settings]
+                       [-- arguments of python -m seed_jax.main]
 
 verbs; each may be repeated, what is done is not done again
-  create   asks for the slice as a queued resource and waits until it is ready; one that was preempted or failed is asked for anew
-  setup    sends this repository to all workers and installs it; seconds when nothing changed
-  run      setup, then starts the program on all workers, detached; refuses while another run is in progress there
-  status   the request, the slice, and what each worker is doing, with exit codes
+  create   asks for the slice as a queued resource and waits until it is ready;
+           one that was preempted or failed is asked for anew
+  setup    sends this repository to all workers and installs it; seconds when
+           nothing changed
+  run      setup, then starts the program on all workers, detached; refuses
+           while another run is in progress there
+  status   the request, the slice, and what each worker is doing
   logs     the program's words
   ssh      a shell on one worker, or a command after --
-  stop     SIGTERM to the program (it writes a checkpoint), SIGKILL after --grace seconds; the slice stays and costs
-  resume   create, setup and run once more with what was given before; goes on where the work directory stands
+  stop     SIGTERM to the program (it writes a checkpoint), then SIGKILL after
+           --grace seconds; the slice stays and costs
+  resume   create, setup and run once more with what was given before; goes on
+           where the work directory stands
   fetch    report, metrics and the final policy to this machine
   delete   gives the slice back
 
 which slice; after `create` the name is enough
   --name=NAME             or TPU_NAME
-  --project=ID            or PROJECT; default: gcloud's
-  --zone=ZONE             or ZONE; default: gcloud's
-  --topology=v5e:4x4      or TOPOLOGY; GENERATION:SHAPE of v4, v5e, v5p, v6e, as for the stage preflight
+  --project=ID            else what `create` had, else PROJECT, else gcloud's
+  --zone=ZONE             else what `create` had, else ZONE, else gcloud's
+  --topology=v5e:4x4      else what `create` had, else TOPOLOGY;
+                          GENERATION:SHAPE of v4, v5e, v5p, v6e
 
 create
-  --spot                  cheaper, may be preempted;   --reserved   from the project's reservation;   neither, or --on-demand: on demand
-  --wait=SECONDS          how long to wait for the slice (default: as long as it takes); 0: only ask
-  --valid-until=DURATION  the request lapses when it is not met by then, such as 6h
-  --service-account=EMAIL  --network=NET  --subnetwork=NET  --labels=K=V,...  --internal-ips  --runtime-version=VERSION
+  --spot                  cheaper, may be preempted
+  --reserved              from the project's reservation
+  --on-demand             neither; also where --topology is given without them
+  --wait=SECONDS          how long to wait for the slice (default: as long as it
+                          takes); 0: only ask
+  --valid-until=DURATION  the request lapses when it is not met by then (6h)
+  --service-account=EMAIL  --network=NET  --subnetwork=NET  --labels=K=V,...
+  --internal-ips  --runtime-version=VERSION
                           as for gcloud compute tpus queued-resources create
 
 setup
-  --extras=a,b            extras of pyproject.toml; those that the config names (`# extras:`) are installed anyhow
+  --extras=a,b            extras of pyproject.toml; those that the config names
+                          (`# extras:`) are installed anyhow
   --python=3.12           version on the workers (default 3.11)
 
-run, resume
-  --config=FILE[:ARG] --workdir=gs://BUCKET/FOLDER [--stages=a,b] [--config.FIELD=VALUE]...   go to the program, as does all after --
-  --secret=NAME           the program gets the environment variable NAME of this shell; the value travels over ssh's stdin only
-  --secret=NAME=projects/P/secrets/S[/versions/V]   the workers read it from Secret Manager
-  --data=NAME=gs://BUCKET/FOLDER   copied to every worker before the start; the program finds the copy under the variable NAME
+run, resume; `run` takes over nothing of the run before
+  --config=FILE[:ARG]  --workdir=gs://BUCKET/FOLDER  --stages=a,b
+  --config.FIELD=VALUE    go to the program, as does all after --
+  --secret=NAME           the program gets the environment variable NAME of this
+                          shell; the value travels over ssh's stdin only
+  --secret=NAME=projects/P/secrets/S[/versions/V]
+                          the workers read it from Secret Manager
+  --data=NAME=gs://BUCKET/FOLDER
+                          copied to every worker before the start; the program
+                          finds the copy under the variable NAME
   --env=NAME=VALUE        a variable for the program, not for secrets
-  --cache=gs://FOLDER     compiled programs, kept beyond the slice (default: seed_jax/xla in the work directory's bucket)
-  --keep-alive            stays here and watches: a slice that is preempted is made again and the run resumed, until it is done
-  --max-restarts=N        ends --keep-alive after so many restarts (default 100)
+  --cache=gs://FOLDER     compiled programs, kept beyond the slice (default:
+                          seed_jax/xla in the work directory's bucket)
+  --keep-alive            stays here and watches: a slice that is preempted is
+                          made again and the run resumed, until it is done
+  --max-restarts=N        ends --keep-alive after so many restarts (100)
 
-logs, ssh: --worker=N (logs: or all; default 0)   logs: --follow  --lines=N (default 100)
-stop:      --grace=SECONDS (default 120)
-fetch:     --to=FOLDER (default runs/NAME-OF-WORKDIR)   --all   the whole work directory
-delete:    --force         although a run is in progress
-ssh goes  --iap            through Identity-Aware Proxy, for slices without external addresses;   --internal-ip   inside the network
-everything --dry-run       prints every command and does nothing;   --help   this text
+logs, ssh
+  --worker=N              which (0); logs: or all
+  --follow  --lines=N     logs: on and on; how many to begin with (100)
+stop, fetch, delete
+  --grace=SECONDS         stop: before SIGKILL (120)
+  --to=FOLDER             fetch: into it (runs/NAME-OF-WORKDIR)
+  --all                   fetch: the whole work directory
+  --force                 delete: although a run is in progress
+everything
+  --iap                   ssh through Identity-Aware Proxy, for slices without
+                          external addresses
+  --internal-ip           ssh inside the network
+  --dry-run               prints every command and does nothing
+  --help                  this text
 
-Exit codes: 0 done; 1 failed; 2 a wrong command line; 69 the workers do not answer; `run --keep-alive` and `resume --keep-alive`: the program's own. 75 from the
-program means preempted: the checkpoint is written, resume; 76: another worker failed or is gone. TPU_POLL, TPU_BACKOFF, TPU_SSH_TRIES, TPU_PATIENCE: seconds between
-looks (30), before the second attempt at ssh (5, doubling), attempts (6), and looks before workers that outlive another one are ended (10).
+Exit codes: 0 done; 1 failed; 2 a wrong command line; 69 the workers do not
+answer; 130 interrupted; with --keep-alive the program's own: 75 means preempted
+(the checkpoint is written, resume), 76 that another worker failed or is gone.
+
+Environment: seconds between looks TPU_POLL (30), before the second attempt at
+ssh TPU_BACKOFF (5, doubling); attempts TPU_SSH_TRIES (6); looks before workers
+that outlive another one are ended TPU_PATIENCE (10); MiB of a file and of all
+files that are sent TPU_FILE_LIMIT (5), TPU_TOTAL_LIMIT (64).
 TEXT
-}
-
-usage_error() {
-  printf 'error: %s\n' "$*" >&2
-  exit 2
 }
 
 # ---------------------------------------------------------------- the command line
@@ -95,6 +124,7 @@ esac
 
 while [ $# -gt 0 ]; do
   case $1 in
+    *$'\n'*) usage_error "an argument has a line break in it: ${1%%$'\n'*}" ;;
     -h | --help)
       usage
       exit 0
@@ -151,7 +181,10 @@ trap interrupted INT TERM
 : >"$TEMP/err"
 recall
 : "${PYTHON_VERSION:=3.11}"
-[ -z "$TOPOLOGY" ] || slice "$TOPOLOGY"
+case $VERB in
+  create | run | resume) [ -z "$TOPOLOGY" ] || slice "$TOPOLOGY" ;;
+  *) if (slice "$TOPOLOGY") 2>/dev/null; then slice "$TOPOLOGY"; else TOPOLOGY=""; fi ;; # what is kept may be damaged
+esac
 case ${ROUTE[*]-} in *iap*) TRACK=alpha ;; esac
 case $VERB in
   run | resume)

@@ -23,7 +23,7 @@ create() {
         continue
         ;;
       NONE/*)
-        fail "half-created: a TPU VM $NAME ($NODE) exists without a queued resource; choose another --name or run: bash launch/tpu_run.sh delete --name=$NAME"
+        half_created
         ;;
       FAILED/* | SUSPENDED/* | ACTIVE/PREEMPTED | ACTIVE/TERMINATED | ACTIVE/STOPPED)
         if [ -n "$asked" ]; then
@@ -70,8 +70,9 @@ create() {
 
 request() {
   local kind="on demand"
-  [ -n "$TOPOLOGY" ] || fail "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
+  [ -n "$TOPOLOGY" ] || usage_error "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
   slice "$TOPOLOGY"
+  can_remember
   tell_unchecked
   case " ${REQUEST[*]-} " in *" --spot "*) kind=spot ;; *" --reserved "*) kind=reserved ;; esac
   say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers, $kind) in $ZONE of $PROJECT"
@@ -107,11 +108,13 @@ delete() {
 }
 
 status() {
-  local worker print state code workdir
+  local worker print state code workdir places
   look || explain "cannot look at $NAME"
   say "$NAME in $ZONE of $PROJECT: request $STATE, slice $NODE${TYPE_THERE:+, $TYPE_THERE}"
   [ "$NODE" = READY ] || return 0
   probe
+  places=$(column 7- | grep -v '^-$' | sort -u || true)
+  if [ -n "$places" ] && [ "$(wc -l <<<"$places")" -eq 1 ]; then say "the run in $places"; else places=""; fi
   while read -r _ worker print state code _ workdir; do
     case $code in
       -) code="" ;;
@@ -119,7 +122,7 @@ status() {
       76) code=", exit code 76 (another worker failed or is gone)" ;;
       *) code=", exit code $code" ;;
     esac
-    [ "$workdir" = - ] && workdir="" || workdir=", $workdir"
+    if [ "$workdir" = - ] || [ -n "$places" ]; then workdir=""; else workdir=", $workdir"; fi
     [ "$print" = none ] && print=", not set up" || print=""
     printf 'worker %s: %s\n' "$worker" "$state$code$workdir$print"
   done <<<"$LINES_OF_WORKERS"
@@ -129,7 +132,7 @@ status() {
 logs() {
   local code try=1 pause=$BACKOFF begun
   need_slice
-  ssh_to "${WORKER:-0}" "$REMOTE logs $LINES_ASKED ${FOLLOW:+follow}"
+  ssh_to "${WORKER:-0}" "$THERE; $REMOTE logs $LINES_ASKED ${FOLLOW:+follow}"
   while :; do
     code=0 begun=$SECONDS
     if [ -n "$DRY" ]; then
@@ -170,7 +173,7 @@ fetch() {
     gs://*) fetch_bucket ;;
     *)
       need_slice
-      ssh_to 0 "$REMOTE pack $(printf '%q' "$WORKDIR") ${ALL:+all}"
+      ssh_to 0 "$THERE; $REMOTE pack $(printf '%q' "$WORKDIR") ${ALL:+all}"
       if [ -n "$DRY" ]; then
         show gcloud "${CALL[@]}" --quiet
       elif ! gcloud "${CALL[@]}" --quiet </dev/null 2>"$TEMP/err" | tar -xf - -C "$TO" 2>/dev/null; then

@@ -103,7 +103,7 @@ setup() {
 }
 
 start() {
-  local id=$1 workdir="" item variable place version cache=""
+  local id=$1 workdir="" item variable place version cache="" given=()
   shift
   [ "$(read_or "$RUN/id" none)" != "$id" ] || return 0 # this very run was started, whether or not it is over
   exec 9>"$BASE/lock"
@@ -112,33 +112,38 @@ start() {
     return 0 # the caller sees in the status whose run it is
   fi
   if [ -f "$MEMORY.$id" ]; then
-    while IFS= read -r -d '' item; do export "${item?}"; done <"$MEMORY.$id"
+    while IFS= read -r -d '' item; do given+=("$item"); done <"$MEMORY.$id"
     rm -f "$MEMORY".*
   fi
   while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
       --code=*) [ "$(read_or "$BASE/ready" none)" = "${1#*=}" ] || fail "other code was installed here in the meantime; run again" ;;
       --cache=*) cache=${1#*=} ;;
-      --env=*) export "${1#--env=}" ;;
-      --data=*) export "${1#--data=}=$BASE/data/${1#--data=}" ;;
+      --env=*) given+=("${1#--env=}") ;;
+      --data=*) given+=("${1#--data=}=$BASE/data/${1#--data=}") ;;
       --secret=*)
         variable=${1#--secret=}
         place=${variable#*=} variable=${variable%%=*} version=latest
         case $place in */versions/*) version=${place##*/} place=${place%/versions/*} ;; esac
         item=$(gcloud secrets versions access "$version" --secret="${place##*/}" --project="$(cut -d/ -f2 <<<"$place")") ||
           fail "cannot read $place: the slice's service account needs roles/secretmanager.secretAccessor, and its scopes cloud-platform"
-        export "$variable=$item"
+        given+=("$variable=$item")
         ;;
     esac
     shift
   done
   shift
   for item in "$@"; do case $item in --workdir=*) workdir=${item#*=} ;; esac done
-  [ -z "$cache" ] || export SEED_JAX_CACHE="$cache"
+  [ -z "$cache" ] || given+=("SEED_JAX_CACHE=$cache")
   rm -rf "$RUN"
   mkdir -p "$RUN"
   printf '%s\n' "$workdir" >"$RUN/workdir"
-  setsid bash "${BASH_SOURCE[0]}" supervise "$id" "$@" </dev/null >>"$BASE/logs/$id.log" 2>&1 &
+  set -- "$id" "$@"
+  # the last thing in a shell of its own: the program's variables may have the names of ours
+  (
+    [ ${#given[@]} -eq 0 ] || export "${given[@]}"
+    exec setsid bash "${BASH_SOURCE[0]}" supervise "$@"
+  ) </dev/null >>"$BASE/logs/$id.log" 2>&1 &
   exec 9>&-
   # not before it has begun, on a busy machine too: what is asked next is how it goes
   while [ ! -s "$RUN/id" ] && running; do sleep 0.1; done

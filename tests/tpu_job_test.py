@@ -51,7 +51,7 @@ class TestRun:
       assert cloud.worker(worker, ".seed_jax/run/exit_code") == code
       assert cloud.worker(worker, "environment").split() == ["gs://bucket/seed_jax/xla"]
     out = cloud.run("status")
-    assert f"worker 0: ended, exit code 0, {WORKDIR}\nworker 1: ended, exit code 3, {WORKDIR}\n" in out
+    assert f"the run in {WORKDIR}\nworker 0: ended, exit code 0\nworker 1: ended, exit code 3\n" in out
     cloud.run("run", *PROGRAM)  # what has ended may be run again
     cloud.wait_for(1, "main", words_of(PROGRAM))
 

@@ -48,6 +48,7 @@ class TestCommandLine:
     assert len(flags) > 15 and not {flag for flag in flags if flag not in out}
     verbs = "create setup run status logs ssh stop resume fetch delete".split()
     assert all(re.search(rf"^  {verb}  ", out, re.M) for verb in verbs)
+    assert max(map(len, out.splitlines())) <= 80
 
   @pytest.mark.parametrize(
     "topology,kind,image,workers",
@@ -109,6 +110,10 @@ class TestCommandLine:
       (["run", *PROGRAM, "--secret=a b"], "--secret wants the name"),
       (["run", *PROGRAM, "--data=gs://b/d"], "write --data=NAME=gs://BUCKET/FOLDER"),
       (["run", *PROGRAM, "--env=A"], "write --env=NAME=VALUE"),
+      (["run", *PROGRAM, "--env=A B=c"], "'A B' is no name of a variable"),
+      (["run", *PROGRAM, "--env=A=b\nc"], "has a line break in it"),
+      (["run", *PROGRAM, "--env=RUN=b"], "belongs to the shell or the launcher"),
+      (["run", *PROGRAM, "--data=A;touch /tmp/x;B=gs://b/d"], "'A;touch /tmp/x;B' is no name"),
       (["resume"], "nothing is known of an earlier run of slice"),
       (["fetch"], "fetch from where?"),
     ],
@@ -156,7 +161,7 @@ class TestCommandLine:
 
   @pytest.mark.parametrize("topology", ["v5e:3x3", "v7:2x2", "v5p:4x4", "4x4", "v5e"])
   def test_an_unknown_topology_gets_one_line(self, cloud, topology):
-    error = one_error(cloud.run("create", f"--topology={topology}", code=1))
+    error = one_error(cloud.run("create", f"--topology={topology}", code=2))
     assert f"unknown topology '{topology}'" in error and ("v5e:4x4" in error or "comes as" in error)
 
   @pytest.mark.parametrize(
@@ -169,7 +174,7 @@ class TestCommandLine:
     ],
   )
   def test_what_is_missing_on_this_machine_gets_one_line(self, cloud, variables, words):
-    assert words in one_error(cloud.run("create", *READY, code=1, **variables))
+    assert words in one_error(cloud.run("create", *READY, code=2 if "TPU_NAME" in variables else 1, **variables))
 
   def test_gcloud_must_be_there(self, cloud):
     error = one_error(cloud.run("create", *READY, code=1, PATH=cloud.path_without_gcloud()))
@@ -278,6 +283,32 @@ class TestCreate:
   def test_what_gcloud_says_becomes_one_line(self, cloud, message, words):
     cloud["fail.queued-resources.create"] = f"1|{message}"
     assert words in last_error(cloud.run("create", *READY, code=1))
+
+  def test_a_warning_explains_nothing(self, cloud):
+    cloud.program(
+      cloud.stub / "gcloud",
+      tpu_cloud.GCLOUD.replace(
+        'say() { echo "ERROR',
+        'say() { printf "WARNING: not the quota project.\\n\\nset-quota-project helps\\n" >&2; echo "ERROR',
+      ),
+    )
+    cloud["fail.queued-resources.create"] = "1|INVALID_ARGUMENT: the zone is wrong"
+    error = last_error(cloud.run("create", *READY, code=1))
+    assert error == "the slice cannot be asked for (gcloud said: ERROR: (gcloud) INVALID_ARGUMENT: the zone is wrong)"
+
+  def test_what_is_kept_may_be_damaged_or_impossible(self, cloud):
+    assert "which slice?" in one_error(cloud.run("create", code=2))
+    (cloud.stub / "file").touch()
+    assert "cannot write" in last_error(cloud.run("create", *READY, code=1, SEED_JAX_STATE=f"{cloud.stub}/file/x"))
+    assert cloud.calls("queued-resources create") == []
+    cloud.run("create", *READY)
+    for verb in ("logs", "stop"):  # nothing is there yet
+      assert "No such file" not in cloud.run(verb, code=verb == "logs")
+    assert "exists with v4-16, not v5p-128" in last_error(cloud.run("run", "--topology=v5p:4x4x4", *PROGRAM, code=1))
+    (cloud.stub / "qr").unlink()
+    assert "half-created" in last_error(cloud.run("run", *PROGRAM, code=1))
+    (cloud.state / "slice").write_text("project=mine\nzone=here-a\ntopology=v5e:9x9\n")
+    assert "slice is deleted" in cloud.run("delete")
 
   def test_a_request_that_fails_later_says_why(self, cloud):
     cloud["after_create"], cloud["reason"] = "FAILED NONE", "Quota exceeded for spot chips"
@@ -409,7 +440,7 @@ class TestSetup:
 def test_the_stand_in_answers_as_the_scripts_ask():
   """Every gcloud command of the scripts is known to the stand-in, so that a new one is not tested by accident."""
   text = "".join(
-    (tpu_cloud.ROOT / "launch" / f"tpu_{name}.sh").read_text() for name in ("lib", "check", "slice", "job")
+    (tpu_cloud.ROOT / "launch" / f"tpu_{name}.sh").read_text() for name in ("lib", "memory", "check", "slice", "job")
   )
   asked = set(re.findall(r"compute tpus (queued-resources|tpu-vm) (\w+)", text))
   assert asked and all(f"{group}.{verb}" in tpu_cloud.GCLOUD for group, verb in asked)
