@@ -44,7 +44,7 @@ recall() {
 outside() {
   if [ -z "${!2}" ]; then
     printf -v "$2" '%s' "$3"
-  elif [ -n "$3" ] && [ "${!2}" != "$3" ] && [ -z "${GIVEN[$1]-}" ]; then
+  elif [ -n "$3" ] && [ "${!2}" != "$3" ] && [ "${GIVEN/ $1 /}" = "$GIVEN" ]; then
     warn "seed_jax: $NAME was made with --$1=${!2}, which counts, not $2=$3 of the environment (--$1=$3 would)"
   fi
 }

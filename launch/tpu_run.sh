@@ -106,10 +106,9 @@ TEXT
 
 # first what the command line says, then what is remembered for the name, then the environment
 NAME=${TPU_NAME:-} OUTER_PROJECT=${PROJECT:-} OUTER_ZONE=${ZONE:-} OUTER_TOPOLOGY=${TOPOLOGY:-}
-PROJECT="" ZONE="" TOPOLOGY="" KNOWN_PROJECT="" KNOWN_ZONE="" ON_DEMAND=""
+PROJECT="" ZONE="" TOPOLOGY="" KNOWN_PROJECT="" KNOWN_ZONE="" ON_DEMAND="" GIVEN=" "
 DRY="" WAIT="" EXTRAS="" PYTHON_VERSION="" RUNTIME_VERSION="" CACHE="" KEEP_ALIVE="" MAX_RESTARTS=100 WORKER="" FOLLOW="" LINES_ASKED=100
 GRACE=120 TO="" ALL="" FORCE="" TRACK="" TYPE="" LINES_OF_WORKERS="" DRY_STATE="" DRY_NODE="" CONFIG_TOPOLOGY="" UNCHECKED=""
-declare -A GIVEN=()
 REQUEST=() ROUTE=() SECRETS=() SETTINGS=() PROGRAM=() WHERE=()
 
 VERB=${1:---help}
@@ -131,7 +130,7 @@ while [ $# -gt 0 ]; do
       ;;
     --name=* | --project=* | --zone=* | --topology=*)
       name=${1%%=*} name=${name#--}
-      GIVEN[$name]=yes
+      GIVEN="$GIVEN$name "
       case $name in name) NAME=${1#*=} ;; project) PROJECT=${1#*=} ;; zone) ZONE=${1#*=} ;; topology) TOPOLOGY=${1#*=} ;; esac
       ;;
     --dry-run) DRY=yes ;;

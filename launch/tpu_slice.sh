@@ -61,7 +61,8 @@ create() {
     if [ "$told" != "$STATE/$NODE" ]; then
       told=$STATE/$NODE
       phase queue
-      printf -v now '%(%H:%M)T' -1
+      date '+%H:%M' >"$TEMP/now"
+      take now "$TEMP/now"
       say "waiting for $NAME: request $STATE, slice $NODE ($now)"
     fi
     sleep "$POLL"
