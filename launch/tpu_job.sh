@@ -3,54 +3,20 @@
 # run.
 # shellcheck disable=SC2034,SC2153 # variables in capitals are tpu_lib.sh's
 
-# The program's --workdir and --config, and what follows from them. Fails early, before anything is paid for.
-check_program() {
-  local item config=""
-  WORKDIR=""
-  for item in ${PROGRAM[@]+"${PROGRAM[@]}"}; do
-    case $item in
-      *$'\n'*) usage_error "an argument of the program has a line break in it" ;;
-      --workdir=*) WORKDIR=${item#*=} ;;
-      --config=*) config=${item#*=} ;;
-    esac
-  done
-  if [ -z "$config" ] || [ -z "$WORKDIR" ]; then usage_error "run needs --config=FILE[:ARG] and --workdir=gs://BUCKET/FOLDER"; fi
-  case $config in /*) usage_error "--config=$config: name it from the repository's root, such as configs/quickstart.py" ;; esac
-  [ -f "$ROOT/${config%%:*}" ] || usage_error "the config ${config%%:*} is not in $ROOT; only what lies there is sent to the workers"
-  case $WORKDIR in
-    gs://?*) : "${CACHE:=gs://$(cut -d/ -f3 <<<"$WORKDIR")/seed_jax/xla}" ;;
-    /*) ;;
-    *) usage_error "--workdir=$WORKDIR: give gs://BUCKET/FOLDER, or on a slice of one worker an absolute path" ;;
-  esac
-  for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
-    case ${item%%=*} in "" | [0-9]* | *[!A-Za-z0-9_]*) usage_error "--secret wants the name of an environment variable" ;; esac
-    case $item in
-      *=projects/*/secrets/*) ;;
-      *=*) usage_error "--secret=${item%%=*}=... is a value that others could see; export ${item%%=*} and give --secret=${item%%=*}" ;;
-      *) [ -n "${!item+set}" ] || [ -n "$DRY" ] || usage_error "--secret=$item: $item is not set in this shell; export it" ;;
-    esac
-  done
-  for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
-    case $item in
-      --data=[A-Za-z_]*=gs://?* | --env=[A-Za-z_]*=*) ;;
-      --data=*) usage_error "$item: write --data=NAME=gs://BUCKET/FOLDER; the program gets the copy's place as NAME" ;;
-      *) usage_error "$item: write --env=NAME=VALUE" ;;
-    esac
-  done
-  for item in $(sed -n 's/^# extras: *//p' "$ROOT/${config%%:*}" | head -n 1); do
-    case ",$EXTRAS," in *",$item,"*) ;; *) EXTRAS=$EXTRAS${EXTRAS:+,}$item ;; esac
-  done
-}
-
-setup() {
-  local print unpack
+# idle ends where a run is in progress.
+idle() {
   probe
   if column 4 | grep -qx running; then
     fail "a run is in progress on $NAME in $(column 7- | grep -m 1 -v '^-$'); one at a time: watch it (logs --follow), or stop it first"
   fi
+}
+
+# setup installs where the lines of the workers that `idle` has read say that this code is not there.
+setup() {
+  local print unpack
   if [ ! -s "$TEMP/print" ]; then # packed once: --keep-alive goes on with the code that it began with
-    files >"$TEMP/files"
-    tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
+    list_files
+    [ -n "$DRY" ] || tar -czf "$TEMP/seed_jax.tgz" -C "$ROOT" -T "$TEMP/files" || fail "cannot pack $ROOT"
     fingerprint "$EXTRAS" >"$TEMP/print"
   fi
   print=$(cat "$TEMP/print")
@@ -58,12 +24,14 @@ setup() {
     say "$NAME is set up already"
     return 0
   fi
+  phase setup
+  tell_kept
   say "sending $(wc -l <"$TEMP/files" | tr -d ' ') files to $WORKERS workers of $NAME"
   EXPECT=""
-  stubborn "sending the code" ${TRACK:+"$TRACK"} compute tpus tpu-vm scp "$TEMP/seed_jax.tgz" "$NAME:seed_jax.tgz" "${WHERE[@]}" \
+  stubborn "sending the code" ${TRACK:+"$TRACK"} compute tpus tpu-vm scp "$TEMP/seed_jax.tgz" "$NAME:seed_jax-$print.tgz" "${WHERE[@]}" \
     ${ROUTE[@]+"${ROUTE[@]}"} --worker=all || explain "the code cannot be sent"
   say "installing (minutes the first time)"
-  unpack="mkdir -p ~/.seed_jax && tar -xzf ~/seed_jax.tgz -C ~/.seed_jax launch/tpu_worker.sh"
+  unpack="mkdir -p ~/.seed_jax && tar -xzf ~/seed_jax-$print.tgz -C ~/.seed_jax ./launch/tpu_worker.sh"
   on_workers "installing" all "$unpack && $REMOTE setup $print $PYTHON_VERSION ${EXTRAS//,/ }" || explain "the installation failed"
 }
 
@@ -79,11 +47,11 @@ secret_values() {
 
 # One gcloud for each worker, since the workers of one gcloud would share its stdin.
 send_secrets() {
-  local worker count pid pids=()
+  local id=$1 worker count pid pids=()
   count=$(secret_names | wc -l | tr -d ' ')
   [ "$count" -gt 0 ] || return 0
   for ((worker = 0; worker < WORKERS; worker++)); do
-    send_secrets_to "$worker" "$count" &
+    send_secrets_to "$worker" "$id" "$count" &
     pids+=($!)
     if [ -n "$DRY" ] || [ ${#pids[@]} -ge 16 ] || [ "$((worker + 1))" -eq "$WORKERS" ]; then
       for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
@@ -96,25 +64,30 @@ send_secrets_to() {
   local TEMP=$TEMP/$1 FEED=secret_values
   mkdir -p "$TEMP"
   [ -z "$DRY" ] || echo "# stdin of the next command, from this shell's environment: $(secret_names | tr '\n' ' ')"
-  on_workers "sending secrets" "$1" "$REMOTE secrets $2" || explain "the secrets cannot be sent"
+  on_workers "sending secrets" "$1" "$REMOTE secrets $2 $3" || explain "the secrets cannot be sent"
 }
 
 run() {
   local id item command place
   need_slice
+  same_type
   case $WORKERS:$WORKDIR in
     1:* | *:gs://*) ;;
     *) fail "$NAME has $WORKERS workers, which share the work directory: it must be gs://BUCKET/FOLDER, not $WORKDIR" ;;
   esac
+  idle
+  can_remember
+  remember
   setup
   for item in ${SETTINGS[@]+"${SETTINGS[@]}"}; do
     case $item in --data=*) place=${item#--data=} ;; *) continue ;; esac
     say "copying ${place#*=} to the workers (what is there already stays)"
     on_workers "copying data" all "$REMOTE data ${place%%=*} $(printf '%q' "${place#*=}")" || explain "the data cannot be copied"
   done
-  send_secrets
+  tell_unchecked
   id=$(date -u +%Y%m%d-%H%M%S)-$$-${restarts:-0} # of this start alone: two restarts may fall into one second
-  command="$REMOTE start $id"
+  send_secrets "$id"
+  command="$REMOTE start $id --code=$(cat "$TEMP/print")"
   [ -z "$CACHE" ] || command="$command $(printf '%q' "--cache=$CACHE")"
   for item in ${SECRETS[@]+"${SECRETS[@]}"}; do
     case $item in *=*) command="$command $(printf '%q' "--secret=$item")" ;; esac
@@ -124,20 +97,32 @@ run() {
   done
   command="$command --"
   for item in "${PROGRAM[@]}"; do command="$command $(printf '%q' "$item")"; done
-  on_workers "starting" all "$command" || explain "the program cannot be started"
-  if [ -z "$DRY" ]; then
-    read_lines
-    ! column 6 | grep -qx -e - || fail "the program did not begin on all workers of $NAME; look with: status, logs --worker=all"
-    [ "$(column 6 | sort -u)" = "$id" ] || fail "another run was started on $NAME at the same time; look with: status"
-  fi
-  remember
+  phase start
+  [ "$WORKERS" -eq 1 ] || start_on 0 # it decides between two that start at once, so that the slice is never split between them
+  start_on all
+  phase ""
   say "run $id started on $WORKERS workers of $NAME in $WORKDIR"
   [ -n "$KEEP_ALIVE" ] || say "watch it: bash launch/tpu_run.sh logs --follow --name=$NAME; results: bash launch/tpu_run.sh fetch --name=$NAME"
 }
 
+# start_on 0|all runs `command` there, and ends unless it is this run, `id`, that has begun.
+start_on() {
+  on_workers "starting" "$1" "$command" || explain "the program cannot be started"
+  [ -z "$DRY" ] || return 0
+  read_lines
+  ! column 6 | grep -qx -e - || fail "the program did not begin on all workers of $NAME; look with: status, logs --worker=all"
+  [ "$(column 6 | sort -u)" = "$id" ] || fail "another run was started on $NAME at the same time; look with: status"
+}
+
 stop() {
+  local left
   need_slice
-  on_workers "stopping" all "$REMOTE stop $GRACE" || explain "cannot stop the run"
+  phase stop
+  on_workers "stopping" all "${PROBE/ status;/ stop $GRACE;}" || explain "cannot stop the run"
+  [ -z "$DRY" ] || return 0
+  read_lines
+  left=$(awk '$4 == "running" { print $2 }' <<<"$LINES_OF_WORKERS" | paste -sd ' ' -)
+  [ -z "$left" ] || fail "a program is still running on worker $left of $NAME; look with: status, logs; stop asks again"
   say "no run is in progress on $NAME; the slice stays and costs until: bash launch/tpu_run.sh delete --name=$NAME"
 }
 
@@ -167,8 +152,8 @@ judge() {
 
 # glance: probe and judge without ending the script; 1 where not all workers answer.
 glance() {
-  (SSH_TRIES=1 && probe >/dev/null 2>&1 && printf '%s\n' "$LINES_OF_WORKERS" >"$TEMP/lines") || return 1
-  LINES_OF_WORKERS=$(cat "$TEMP/lines")
+  (trap 'exit 130' INT TERM && SSH_TRIES=1 && probe >/dev/null 2>&1 && printf '%s\n' "$LINES_OF_WORKERS" >"$TEMP/lines") || return 1
+  take LINES_OF_WORKERS "$TEMP/lines"
   judge
 }
 
@@ -176,10 +161,10 @@ glance() {
 # A look that fails is repeated, since this machine may be offline for a while.
 watch() {
   local mixed=0 blind=0 offline=0
-  while [ "$blind" -lt 20 ] && [ "$offline" -lt 240 ]; do
+  while [ "$blind" -lt 20 ] && [ "$offline" -lt "$OFFLINE" ]; do
     sleep "$POLL"
     offline=$((offline + 1))
-    look || continue
+    look_once || continue
     offline=0
     if [ "$STATE/$NODE" != ACTIVE/READY ]; then
       RESULT=preempted
@@ -213,18 +198,19 @@ begin() {
 
 keep_alive() {
   local restarts=0 pause=$((BACKOFF * 6)) code unreachable=0
-  trap 'say "no longer watching; the run goes on: resume --keep-alive watches again"; exit 130' INT TERM
   while :; do
     create
     code=0
-    (begin) || code=$?
+    (trap 'exit 130' INT TERM && begin) || code=$?
     [ -z "$DRY" ] || return "$code"
     if [ "$code" -eq 0 ]; then
       unreachable=0
+      phase watch
       watch
+      phase ""
     else # an error of its own, or the slice has gone in the meantime, which its state may say a little later
       unreachable=$((unreachable + 1))
-      look || explain "cannot look at $NAME"
+      look_on
       [ "$STATE/$NODE" != ACTIVE/READY ] || { [ "$code" -eq "$UNREACHABLE" ] && [ "$unreachable" -lt 5 ]; } || exit "$code"
       RESULT=preempted
       [ "$STATE" != NONE ] || RESULT=gone
@@ -238,7 +224,7 @@ keep_alive() {
         say "the run was stopped; resume goes on"
         return 0
         ;;
-      gone) fail "the request for $NAME was deleted elsewhere; resume makes the slice again and goes on" ;;
+      gone) fail "$NAME was deleted; this command again, with --topology=${TOPOLOGY:-...}, makes a new slice and goes on in $WORKDIR" ;;
       failed)
         if on_workers "reading the log" "$WORST" "$REMOTE logs 20"; then printf '%s\n' "$OUT" >&2; fi
         warn "error: the program failed on worker $WORST of $NAME with exit code $CODE; its last words are above"

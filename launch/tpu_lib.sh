@@ -8,6 +8,9 @@ SSH_TRIES=${TPU_SSH_TRIES:-6} # attempts at a worker that refuses
 BACKOFF=${TPU_BACKOFF:-5}     # seconds before the second attempt; doubled each time, at most 60
 POLL=${TPU_POLL:-30}          # seconds between looks at a slice or a run
 PATIENCE=${TPU_PATIENCE:-10}  # looks at a run of which some workers have ended, before the others are helped to
+FILE_LIMIT=${TPU_FILE_LIMIT:-5}    # MiB of a file that is sent
+TOTAL_LIMIT=${TPU_TOTAL_LIMIT:-64} # MiB of all of them
+OFFLINE=240                   # looks, or attempts, that fail before one who waits for a slice gives up
 UNREACHABLE=69                # our exit code where ssh was refused to the end
 OUT="" ERR="" STATE="" NODE="" WORKERS=0 EXPECT="" FEED=""
 
@@ -16,6 +19,24 @@ warn() { printf '%s\n' "$*" >&2; }
 fail() {
   printf 'error: %s\n' "$*" >&2
   exit 1
+}
+usage_error() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+# phase WHAT notes what an interruption would leave behind; in a file, since some of the work is done in subshells.
+phase() { printf '%s' "$1" >"$TEMP/phase"; }
+interrupted() {
+  case $(cat "$TEMP/phase" 2>/dev/null || true) in
+    queue) warn "interrupted: the request for $NAME stays, and the slice costs once it is ready; create waits on, delete gives it up" ;;
+    setup) warn "interrupted before the program was started; $NAME stays and costs: resume goes on, delete gives it back" ;;
+    start) warn "interrupted while the program was being started: status says whether it runs, resume goes on, delete gives $NAME back" ;;
+    watch) warn "no longer watching; the run goes on: resume --keep-alive watches again, stop ends it" ;;
+    stop) warn "interrupted: the program may still be running on $NAME; status looks, stop asks again" ;;
+    *) warn "interrupted" ;;
+  esac
+  exit 130
 }
 
 # ---------------------------------------------------------------- the table of slices
@@ -29,11 +50,11 @@ slice() {
     v5p:*) prefix=v5p cores=2 RUNTIME=v2-alpha-tpuv5 shapes="2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8" ;;
     v5e:*) prefix=v5litepod most=8 RUNTIME=v2-alpha-tpuv5-lite shapes="1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16" ;;
     v6e:*) prefix=v6e most=8 RUNTIME=v2-alpha-tpuv6e shapes="1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16" ;;
-    *) fail "unknown topology '$1'; write GENERATION:SHAPE with v4, v5e, v5p or v6e, for example v5e:4x4" ;;
+    *) usage_error "unknown topology '$1'; write GENERATION:SHAPE with v4, v5e, v5p or v6e, for example v5e:4x4" ;;
   esac
   case " $shapes " in
     *" ${1#*:} "*) ;;
-    *) fail "unknown topology '$1'; ${1%%:*} comes as $shapes" ;;
+    *) usage_error "unknown topology '$1'; ${1%%:*} comes as $shapes" ;;
   esac
   local product=${1#*:}
   CHIPS=$((${product//x/*}))
@@ -54,6 +75,15 @@ show() {
   printf '%s\n' "${line# }"
 }
 
+# take VARIABLE FILE: the text without its last line breaks. A trap that comes while bash is in a $(...) fails, so that what waits
+# for hours has none.
+take() {
+  local text=""
+  IFS= read -r -d '' text <"$2" || true
+  while [ "${text%$'\n'}" != "$text" ]; do text=${text%$'\n'}; done
+  printf -v "$1" '%s' "$text"
+}
+
 # cloud ARGUMENT...: gcloud without questions; the answer in OUT, complaints in ERR. Its stdin is what the function named by FEED
 # writes, or empty: ssh would eat ours.
 cloud() {
@@ -64,16 +94,21 @@ cloud() {
     return 0
   fi
   ${FEED:-:} | gcloud "$@" --quiet >"$TEMP/out" 2>"$TEMP/err" || code=$?
-  OUT=$(cat "$TEMP/out") ERR=$(cat "$TEMP/err")
+  take OUT "$TEMP/out"
+  take ERR "$TEMP/err"
   return "$code"
 }
 
 # explain WHAT: ends with one line for what gcloud said last, and what to do about it.
 explain() {
-  local said
+  local said ERR=$ERR
   said=$(grep -m 1 '^error: ' <<<"$ERR" || true) # of a worker: written for the user
   [ -z "$said" ] || fail "$1: ${said#error: }"
-  said=$(sed -n '/ERROR/,$p' <<<"$ERR" | tr -s ' \n' ' ') # an error may go over several lines
+  # a warning explains nothing: what stands before the error, or in lines of its own after it
+  said=$(sed -n '/ERROR/,$p' <<<"$ERR" | sed '/^WARNING/,/^$/d')
+  [ -z "$said" ] || ERR=$said
+  said=$(tr -s ' \n' ' ' <<<"$said") # an error may go over several lines
+  said=${said# }
   [ -n "$said" ] || said=$(grep -v '^ *$' <<<"$ERR" | tail -n 1 || true)
   said="gcloud said: ${said:0:300}"
   said=${said% }
@@ -101,6 +136,31 @@ explain() {
   esac
 }
 
+# Whether what gcloud said last may be over in a minute: the service or the way to it, not the request. After a preemption also a
+# quota, in which the slice that is gone may still count.
+passing() {
+  local faults='UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|(^|[^A-Z_])INTERNAL([^A-Z_]|$)|[Ii]nternal error|[Tt]imed out|[Tt]emporar|resolve|resolution'
+  faults="$faults|[Cc]onnection (reset|refused|aborted|error)|[Uu]nreachable|Unable to find the server|Max retries|SSLError|EOF occurred"
+  faults="$faults|([Hh][Tt][Tt][Pp]|[Ee]rror|[Cc]ode|[Ss]tatus)[ =:<\"]*(429|50[0234])"
+  [ "${restarts:-0}" -eq 0 ] || faults="$faults|[Qq]uota|RESOURCE_EXHAUSTED"
+  ! grep -q '^error: ' <<<"$ERR" && grep -v WARNING <<<"$ERR" | grep -v 'quota project' | grep -E "$faults" >/dev/null
+}
+
+# steady WHAT COMMAND...: a command that calls gcloud, tried again with growing pauses while its faults are passing ones; whoever
+# keeps a run alive has hours for it.
+steady() {
+  local what=$1 try=1 pause=$BACKOFF tries=$SSH_TRIES
+  [ -z "$KEEP_ALIVE" ] || tries=$OFFLINE
+  shift
+  until "$@"; do
+    if ! passing || [ "$try" -ge "$tries" ]; then return 1; fi
+    warn "seed_jax: $what failed ($(tail -n 1 <<<"$ERR" | cut -c 1-120)); attempt $((try + 1)) of $tries in $pause s"
+    sleep "$pause"
+    pause=$((pause * 2 < 60 ? pause * 2 : 60)) try=$((try + 1))
+  done
+}
+
+no_capacity() { case $ERR in *"no more capacity"* | *"reserved capacity"* | *stockout*) ;; *) return 1 ;; esac }
 missing() { case $ERR in *NOT_FOUND* | *"not found"*) ;; *) return 1 ;; esac }
 refused() {
   ! grep -q '^error: ' <<<"$ERR" || return 1 # a worker has spoken
@@ -112,9 +172,9 @@ refused() {
 
 # Finds gcloud, the account, PROJECT and ZONE, or says in one line what is missing.
 check() {
-  [ -n "$NAME" ] || fail "the slice has no name; give --name=NAME or set TPU_NAME"
+  [ -n "$NAME" ] || usage_error "the slice has no name; give --name=NAME or set TPU_NAME"
   case $NAME in
-    *[!a-z0-9-]* | [!a-z]* | *-) fail "the name '$NAME' will not do: small letters, digits and dashes, a letter first" ;;
+    *[!a-z0-9-]* | [!a-z]* | *-) usage_error "the name '$NAME' will not do: small letters, digits and dashes, a letter first" ;;
   esac
   if [ -z "$DRY" ]; then
     command -v gcloud >/dev/null 2>&1 ||
@@ -135,8 +195,22 @@ check() {
   WHERE=(--project="$PROJECT" --zone="$ZONE")
 }
 
-# look: STATE of the queued resource (NONE: there is none), its TYPE_THERE, NODE (the slice itself) and WORKERS. 1: gcloud failed.
-look() {
+look() { steady "looking at $NAME" look_once; }
+
+# look_on: a look at what is there whether or not we look. Any fault is waited out for OFFLINE looks.
+look_on() {
+  local missed=0
+  until look_once; do
+    missed=$((missed + 1))
+    [ "$missed" -lt "$OFFLINE" ] || explain "$NAME could not be looked at $missed times; what was asked for stays (status looks, delete gives it up)"
+    [ -z "$WAIT" ] || [ $((SECONDS - ${begun:-$SECONDS})) -lt "$WAIT" ] || explain "$NAME could not be looked at within $WAIT s; it stays in the queue"
+    [ "$missed" -ne 1 ] || warn "seed_jax: cannot look at $NAME ($(tail -n 1 <<<"$ERR" | cut -c 1-120)); looking on every $POLL s"
+    sleep "$POLL"
+  done
+}
+
+# look_once: STATE of the queued resource (NONE: there is none), its TYPE_THERE, NODE (the slice itself) and WORKERS. 1: gcloud failed.
+look_once() {
   local rest
   STATE="" NODE="" TYPE_THERE=""
   if cloud compute tpus queued-resources describe "$NAME" "${WHERE[@]}" \
@@ -161,10 +235,17 @@ look() {
   fi
 }
 
+half_created() {
+  fail "half-created: a TPU VM $NAME ($NODE) exists without a queued resource; choose another --name or run: bash launch/tpu_run.sh delete --name=$NAME"
+}
+
 # Ends unless the slice is there and ready.
 need_slice() {
   look || explain "cannot look at $NAME"
   case $STATE/$NODE in
+    NONE/READY)
+      case $VERB in run | setup) half_created ;; esac
+      ;;
     */READY) ;;
     NONE/NONE) fail "there is no slice $NAME in $ZONE of $PROJECT; run: bash launch/tpu_run.sh create --name=$NAME" ;;
     SUSPEND*/* | FAILED/* | */PREEMPTED | */TERMINATED)
@@ -186,7 +267,7 @@ stubborn() {
     cloud "$@" || code=$?
     late=$(late_workers)
     [ "$code" -ne 0 ] || [ -n "$late" ] || return 0
-    if [ "$code" -ne 0 ] && ! refused "$code"; then return "$code"; fi
+    if [ "$code" -ne 0 ] && ! refused "$code" && ! passing; then return "$code"; fi
     if [ "$try" -ge "$SSH_TRIES" ]; then
       warn "error: $what: ${late:+worker $late of $NAME did not answer: }ssh was refused $SSH_TRIES times; is port 22 open (firewall rule default-allow-ssh, or --iap), and is the machine up (status)?$(last_words)"
       exit "$UNREACHABLE"
@@ -227,6 +308,7 @@ on_workers() {
 }
 
 REMOTE="bash ~/.seed_jax/launch/tpu_worker.sh"
+THERE="[ -f ~/.seed_jax/launch/tpu_worker.sh ] || { echo 'error: nothing is set up here yet; run does it' >&2; exit 1; }"
 # Every worker says what it is doing; one without our code says `none`.
 # shellcheck disable=SC2016 # expanded there
 PROBE='w=~/.seed_jax/launch/tpu_worker.sh; if [ -f $w ]; then bash $w status; exit; fi
@@ -242,18 +324,6 @@ read_lines() { LINES_OF_WORKERS=$(grep '^@worker ' <<<"$OUT" | sort -u -k 2,2n |
 # column N: that part of every worker's line: 3 fingerprint, 4 state, 5 exit code, 6 run, 7- workdir
 column() { cut -d ' ' -f "$1" <<<"$LINES_OF_WORKERS"; }
 
-# The files that are sent: what git knows or would add, without what lies in ignored folders; each that exists.
-files() {
-  (
-    cd "$ROOT" || exit 1
-    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
-      git ls-files -co --exclude-standard
-    else
-      find ./*.* LICENSE seed_jax envs configs launch benchmarks docs -type f ! -name '*.pyc' 2>/dev/null || true
-    fi | sort | while IFS= read -r file; do [ ! -f "$file" ] || printf '%s\n' "$file"; done
-  )
-}
-
 # A hash of the code and of what shall be installed with it.
 fingerprint() {
   local sum="shasum -a 256"
@@ -262,54 +332,6 @@ fingerprint() {
     cd "$ROOT" || exit 1
     printf '%s\n' "$PYTHON_VERSION" "$@"
     # shellcheck disable=SC2086
-    files | tr '\n' '\0' | xargs -0 $sum
+    tr '\n' '\0' <"$TEMP/files" | xargs -0 $sum
   ) | $sum | cut -c 1-16
-}
-
-# ---------------------------------------------------------------- what is remembered of a slice
-
-# `create` and `run` write their settings down, one KEY=VALUE a line, so that `resume` needs no more than the name. Secrets are
-# remembered by name only.
-memory() { printf '%s' "${SEED_JAX_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/seed_jax/tpu}/$NAME"; }
-
-remember() {
-  local file word
-  [ -z "$DRY" ] || return 0
-  file=$(memory)
-  mkdir -p "$(dirname "$file")"
-  {
-    printf '%s\n' "project=$PROJECT" "zone=$ZONE" "topology=$TOPOLOGY" "extras=$EXTRAS" "python=$PYTHON_VERSION" "cache=$CACHE"
-    for word in ${REQUEST[@]+"${REQUEST[@]}"}; do printf 'request=%s\n' "$word"; done
-    for word in ${ROUTE[@]+"${ROUTE[@]}"}; do printf 'route=%s\n' "$word"; done
-    for word in ${SECRETS[@]+"${SECRETS[@]}"}; do printf 'secret=%s\n' "$word"; done
-    for word in ${SETTINGS[@]+"${SETTINGS[@]}"}; do printf 'setting=%s\n' "$word"; done
-    for word in ${PROGRAM[@]+"${PROGRAM[@]}"}; do printf 'program=%s\n' "$word"; done
-  } >"$file.new"
-  mv "$file.new" "$file"
-}
-
-# Fills what this command line leaves open. Lists are taken over whole or not at all.
-recall() {
-  local line request=() route=() secret=() setting=() program=()
-  [ -f "$(memory)" ] || return 0
-  while IFS= read -r line; do
-    case $line in
-      project=*) PROJECT=${PROJECT:-${line#*=}} ;;
-      zone=*) ZONE=${ZONE:-${line#*=}} ;;
-      topology=*) TOPOLOGY=${TOPOLOGY:-${line#*=}} ;;
-      extras=*) EXTRAS=${EXTRAS:-${line#*=}} ;;
-      python=*) PYTHON_VERSION=${PYTHON_VERSION:-${line#*=}} ;;
-      cache=*) CACHE=${CACHE:-${line#*=}} ;;
-      request=*) request+=("${line#*=}") ;;
-      route=*) route+=("${line#*=}") ;;
-      secret=*) secret+=("${line#*=}") ;;
-      setting=*) setting+=("${line#*=}") ;;
-      program=*) program+=("${line#*=}") ;;
-    esac
-  done <"$(memory)"
-  [ ${#REQUEST[@]} -gt 0 ] || REQUEST=(${request[@]+"${request[@]}"})
-  [ ${#ROUTE[@]} -gt 0 ] || ROUTE=(${route[@]+"${route[@]}"})
-  [ ${#SECRETS[@]} -gt 0 ] || SECRETS=(${secret[@]+"${secret[@]}"})
-  [ ${#SETTINGS[@]} -gt 0 ] || SETTINGS=(${setting[@]+"${setting[@]}"})
-  [ ${#PROGRAM[@]} -gt 0 ] || PROGRAM=(${program[@]+"${program[@]}"})
 }

@@ -4,14 +4,14 @@
 
 # create: asks for the slice once, and waits until it is ready; what is there is taken, what is gone is asked for anew.
 create() {
-  local asked="" told="" odd=0 begun=$SECONDS
+  local now asked="" told="" odd=0 begun=$SECONDS pause=$((BACKOFF * 6))
   [ -z "$DRY" ] || DRY_STATE=NONE DRY_NODE=NONE
   while :; do
-    look || explain "cannot look at $NAME"
-    [ -z "$TYPE_THERE" ] || [ -z "$TOPOLOGY" ] || [ "$TYPE_THERE" = "$TYPE" ] ||
-      fail "$NAME exists with $TYPE_THERE, not $TYPE ($TOPOLOGY); choose another --name, or delete it first"
+    if [ -n "$asked$told" ] || [ "${restarts:-0}" -gt 0 ]; then look_on; else look || explain "cannot look at $NAME"; fi
+    same_type
     case $STATE/$NODE in
       ACTIVE/READY)
+        if [ "$VERB" = create ]; then phase ""; else phase setup; fi
         if [ -n "$asked" ]; then say "$NAME is ready: $WORKERS workers"; else say "$NAME exists and is ready: $WORKERS workers"; fi
         return 0
         ;;
@@ -23,12 +23,19 @@ create() {
         continue
         ;;
       NONE/*)
-        fail "half-created: a TPU VM $NAME ($NODE) exists without a queued resource; choose another --name or run: bash launch/tpu_run.sh delete --name=$NAME"
+        half_created
         ;;
       FAILED/* | SUSPENDED/* | ACTIVE/PREEMPTED | ACTIVE/TERMINATED | ACTIVE/STOPPED)
         if [ -n "$asked" ]; then
           cloud compute tpus queued-resources describe "$NAME" "${WHERE[@]}" '--format=value(state.failedData.error.message)' || true
           ERR=${OUT:-request $STATE, slice $NODE}
+          if [ -n "$KEEP_ALIVE" ] && { passing || no_capacity; }; then
+            say "the request for $NAME was not met ($(head -n 1 <<<"$ERR" | cut -c 1-120)); asking again in $pause s"
+            discard
+            sleep "$pause"
+            asked="" odd=0 pause=$((pause * 2 < 600 ? pause * 2 : 600))
+            continue
+          fi
           explain "the request for $NAME was not met"
         fi
         discard
@@ -53,17 +60,25 @@ create() {
       fail "$NAME is still not ready after $WAIT s (request $STATE, slice $NODE); it stays in the queue: the same command waits on, delete gives it up"
     if [ "$told" != "$STATE/$NODE" ]; then
       told=$STATE/$NODE
-      say "waiting for $NAME: request $STATE, slice $NODE ($(date '+%H:%M'))"
+      phase queue
+      date '+%H:%M' >"$TEMP/now"
+      take now "$TEMP/now"
+      say "waiting for $NAME: request $STATE, slice $NODE ($now)"
     fi
     sleep "$POLL"
   done
 }
 
 request() {
-  [ -n "$TOPOLOGY" ] || fail "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
+  local kind="on demand"
+  [ -n "$TOPOLOGY" ] || usage_error "which slice? give --topology=GENERATION:SHAPE, for example --topology=v5e:4x4"
   slice "$TOPOLOGY"
-  say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers) in $ZONE of $PROJECT"
-  cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
+  can_remember
+  tell_unchecked
+  case " ${REQUEST[*]-} " in *" --spot "*) kind=spot ;; *" --reserved "*) kind=reserved ;; esac
+  say "asking for $NAME: $TYPE ($TOPOLOGY, $CHIPS chips, $WORKERS workers, $kind) in $ZONE of $PROJECT"
+  phase queue
+  steady "asking for $NAME" cloud compute tpus queued-resources create "$NAME" "${WHERE[@]}" --node-id="$NAME" --accelerator-type="$TYPE" \
     --runtime-version="${RUNTIME_VERSION:-$RUNTIME}" ${REQUEST[@]+"${REQUEST[@]}"} ||
     case $ERR in *ALREADY_EXISTS*) ;; *) explain "the slice cannot be asked for" ;; esac
   remember
@@ -72,7 +87,7 @@ request() {
 
 discard() {
   say "$NAME is gone (request $STATE, slice $NODE): deleting the old request"
-  cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME"
+  steady "deleting the request" cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME"
 }
 
 delete() {
@@ -84,19 +99,23 @@ delete() {
   fi
   case $STATE/$NODE in
     NONE/NONE) say "there is no slice $NAME in $ZONE of $PROJECT" ;;
-    NONE/*) cloud compute tpus tpu-vm delete "$NAME" "${WHERE[@]}" || missing || explain "cannot delete $NAME" ;;
-    *) cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME" ;;
+    NONE/*) steady "deleting $NAME" cloud compute tpus tpu-vm delete "$NAME" "${WHERE[@]}" || missing || explain "cannot delete $NAME" ;;
+    *) steady "deleting $NAME" cloud compute tpus queued-resources delete "$NAME" "${WHERE[@]}" --force || missing || explain "cannot delete $NAME" ;;
   esac
   [ "$STATE/$NODE" = NONE/NONE ] || say "$NAME is deleted"
+  [ -z "$KNOWN_ZONE" ] || [ "$KNOWN_PROJECT/$KNOWN_ZONE" = "$PROJECT/$ZONE" ] ||
+    fail "the slice that was made as $NAME is in $KNOWN_ZONE of $KNOWN_PROJECT, and is not deleted by this; leave --zone and --project out"
   [ -n "$DRY" ] || rm -f "$(memory)"
 }
 
 status() {
-  local worker print state code workdir
+  local worker print state code workdir places
   look || explain "cannot look at $NAME"
   say "$NAME in $ZONE of $PROJECT: request $STATE, slice $NODE${TYPE_THERE:+, $TYPE_THERE}"
   [ "$NODE" = READY ] || return 0
   probe
+  places=$(column 7- | grep -v '^-$' | sort -u || true)
+  if [ -n "$places" ] && [ "$(wc -l <<<"$places")" -eq 1 ]; then say "the run in $places"; else places=""; fi
   while read -r _ worker print state code _ workdir; do
     case $code in
       -) code="" ;;
@@ -104,7 +123,7 @@ status() {
       76) code=", exit code 76 (another worker failed or is gone)" ;;
       *) code=", exit code $code" ;;
     esac
-    [ "$workdir" = - ] && workdir="" || workdir=", $workdir"
+    if [ "$workdir" = - ] || [ -n "$places" ]; then workdir=""; else workdir=", $workdir"; fi
     [ "$print" = none ] && print=", not set up" || print=""
     printf 'worker %s: %s\n' "$worker" "$state$code$workdir$print"
   done <<<"$LINES_OF_WORKERS"
@@ -114,7 +133,7 @@ status() {
 logs() {
   local code try=1 pause=$BACKOFF begun
   need_slice
-  ssh_to "${WORKER:-0}" "$REMOTE logs $LINES_ASKED ${FOLLOW:+follow}"
+  ssh_to "${WORKER:-0}" "$THERE; $REMOTE logs $LINES_ASKED ${FOLLOW:+follow}"
   while :; do
     code=0 begun=$SECONDS
     if [ -n "$DRY" ]; then
@@ -155,7 +174,7 @@ fetch() {
     gs://*) fetch_bucket ;;
     *)
       need_slice
-      ssh_to 0 "$REMOTE pack $(printf '%q' "$WORKDIR") ${ALL:+all}"
+      ssh_to 0 "$THERE; $REMOTE pack $(printf '%q' "$WORKDIR") ${ALL:+all}"
       if [ -n "$DRY" ]; then
         show gcloud "${CALL[@]}" --quiet
       elif ! gcloud "${CALL[@]}" --quiet </dev/null 2>"$TEMP/err" | tar -xf - -C "$TO" 2>/dev/null; then

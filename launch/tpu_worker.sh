@@ -2,10 +2,10 @@
 # The part of launch/tpu_run.sh that runs on the workers of a slice; it is sent there with the code and never called by hand.
 #
 #   status                         one line: @worker NUMBER FINGERPRINT STATE CODE RUN WORKDIR
-#   setup FINGERPRINT PYTHON [EXTRA...]   unpacks ~/seed_jax.tgz and installs
-#   secrets COUNT                  NAME=VALUE records, NUL after each, from stdin into memory, for the next start
+#   setup FINGERPRINT PYTHON [EXTRA...]   unpacks ~/seed_jax-FINGERPRINT.tgz and installs
+#   secrets RUN COUNT              NAME=VALUE records, NUL after each, from stdin into memory, for the start of RUN
 #   data NAME gs://FOLDER          copies a folder to this machine, for start --data=NAME
-#   start RUN [--cache=FOLDER] [--env=NAME=VALUE]... [--data=NAME]... [--secret=NAME=projects/...]... -- ARGUMENT...
+#   start RUN --code=FINGERPRINT [--cache=FOLDER] [--env=NAME=VALUE]... [--data=NAME]... [--secret=NAME=projects/...]... -- ARGUMENT...
 #   stop SECONDS [quiet]           SIGTERM, then SIGKILL after so many seconds; quiet: as if it had ended by itself
 #   logs LINES [follow]
 #   pack FOLDER [all]              the results in FOLDER as a tar file on stdout
@@ -40,8 +40,14 @@ fail() {
 
 read_or() { cat "$1" 2>/dev/null || printf '%s' "$2"; }
 
-# The supervisor holds this lock as long as it lives, whatever happens to the ssh connection that started it.
-running() { ! flock -n "$BASE/lock" true; }
+# The supervisor holds this lock as long as it lives, whatever happens to the ssh connection that started it. Its program may
+# outlive it.
+running() { ! flock -n "$BASE/lock" true || orphan; }
+orphan() {
+  local pid
+  pid=$(read_or "$RUN/pid" "")
+  [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q ' seed_jax\.main '
+}
 
 status() {
   local state=idle
@@ -76,11 +82,13 @@ find_python() {
 setup() {
   local print=$1 version=$2
   shift 2
+  exec 8>"$BASE/setup.lock"
+  flock 8 # two launchers at once: one after the other
   [ "$(read_or "$BASE/ready" none)" != "$print" ] || return 0
   running && fail "a run is in progress in $(read_or "$RUN/workdir" '?')"
   rm -rf "$BASE/ready" "$BASE/new"
   mkdir "$BASE/new"
-  tar -xzf "$HOME/seed_jax.tgz" -C "$BASE/new" || fail "the code did not arrive whole"
+  tar -xzf "$HOME/seed_jax-$print.tgz" -C "$BASE/new" || fail "the code did not arrive whole"
   rm -rf "$BASE/code"
   mv "$BASE/new" "$BASE/code"
   PYTHON=$(find_python "$version") || fail "no Python $version"
@@ -91,44 +99,51 @@ setup() {
     exit 1
   fi
   echo "$print" >"$BASE/ready"
+  find "$HOME" -maxdepth 1 -name 'seed_jax-*.tgz' -mmin +60 -delete
 }
 
 start() {
-  local id=$1 workdir="" item variable place version cache=""
+  local id=$1 workdir="" item variable place version cache="" given=()
   shift
   [ "$(read_or "$RUN/id" none)" != "$id" ] || return 0 # this very run was started, whether or not it is over
   exec 9>"$BASE/lock"
-  if ! flock -w 5 9; then # who asks whether it is held holds it for a moment
+  if ! flock -w 5 9 || orphan; then # who asks whether it is held holds it for a moment
     exec 9>&-
     return 0 # the caller sees in the status whose run it is
   fi
-  if [ -f "$MEMORY" ]; then
-    while IFS= read -r -d '' item; do export "${item?}"; done <"$MEMORY"
-    rm -f "$MEMORY"
+  if [ -f "$MEMORY.$id" ]; then
+    while IFS= read -r -d '' item; do given+=("$item"); done <"$MEMORY.$id"
+    rm -f "$MEMORY".*
   fi
   while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
+      --code=*) [ "$(read_or "$BASE/ready" none)" = "${1#*=}" ] || fail "other code was installed here in the meantime; run again" ;;
       --cache=*) cache=${1#*=} ;;
-      --env=*) export "${1#--env=}" ;;
-      --data=*) export "${1#--data=}=$BASE/data/${1#--data=}" ;;
+      --env=*) given+=("${1#--env=}") ;;
+      --data=*) given+=("${1#--data=}=$BASE/data/${1#--data=}") ;;
       --secret=*)
         variable=${1#--secret=}
         place=${variable#*=} variable=${variable%%=*} version=latest
         case $place in */versions/*) version=${place##*/} place=${place%/versions/*} ;; esac
         item=$(gcloud secrets versions access "$version" --secret="${place##*/}" --project="$(cut -d/ -f2 <<<"$place")") ||
           fail "cannot read $place: the slice's service account needs roles/secretmanager.secretAccessor, and its scopes cloud-platform"
-        export "$variable=$item"
+        given+=("$variable=$item")
         ;;
     esac
     shift
   done
   shift
   for item in "$@"; do case $item in --workdir=*) workdir=${item#*=} ;; esac done
-  [ -z "$cache" ] || export SEED_JAX_CACHE="$cache"
+  [ -z "$cache" ] || given+=("SEED_JAX_CACHE=$cache")
   rm -rf "$RUN"
   mkdir -p "$RUN"
   printf '%s\n' "$workdir" >"$RUN/workdir"
-  setsid bash "${BASH_SOURCE[0]}" supervise "$id" "$@" </dev/null >>"$BASE/logs/$id.log" 2>&1 &
+  set -- "$id" "$@"
+  # the last thing in a shell of its own: the program's variables may have the names of ours
+  (
+    [ ${#given[@]} -eq 0 ] || export "${given[@]}"
+    exec setsid bash "${BASH_SOURCE[0]}" supervise "$@"
+  ) </dev/null >>"$BASE/logs/$id.log" 2>&1 &
   exec 9>&-
   # not before it has begun, on a busy machine too: what is asked next is how it goes
   while [ ! -s "$RUN/id" ] && running; do sleep 0.1; done
@@ -154,7 +169,7 @@ supervise() {
 }
 
 stop() {
-  local left=$1
+  local left=$((10#$1))
   running || return 0
   [ "${2:-}" = quiet ] || touch "$RUN/stopped"
   [ ! -s "$RUN/pid" ] || kill -TERM "$(cat "$RUN/pid")" 2>/dev/null || true
@@ -197,9 +212,8 @@ data() {
 }
 
 secrets() {
-  rm -f "$MEMORY"
-  (umask 077 && cat >"$MEMORY")
-  [ "$(tr -cd '\0' <"$MEMORY" | wc -c)" -eq "$1" ] || fail "not all secrets arrived"
+  (umask 077 && cat >"$MEMORY.$1")
+  [ "$(tr -cd '\0' <"$MEMORY.$1" | wc -c)" -eq "$2" ] || fail "not all secrets arrived"
 }
 
 verb=$1

@@ -11,6 +11,7 @@ of `exits.N`, else with 0.
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import time
 
@@ -172,7 +173,16 @@ class Cloud:
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
+      start_new_session=True,
     )
+
+  def interrupt(self, process):
+    """Ctrl-C: the words since then of a call, which ends with 130."""
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, out
+    return out
 
   def run(self, *arguments, code=0, **variables):
     """The words of a call that ends with `code`."""

@@ -4,7 +4,9 @@ Its workers are folders. The script for the workers, launch/tpu_worker.sh, runs 
 signals.
 """
 
+import os
 import pathlib
+import signal
 
 import pytest
 from tpu_cloud import Cloud
@@ -49,7 +51,7 @@ class TestRun:
       assert cloud.worker(worker, ".seed_jax/run/exit_code") == code
       assert cloud.worker(worker, "environment").split() == ["gs://bucket/seed_jax/xla"]
     out = cloud.run("status")
-    assert f"worker 0: ended, exit code 0, {WORKDIR}\nworker 1: ended, exit code 3, {WORKDIR}\n" in out
+    assert f"the run in {WORKDIR}\nworker 0: ended, exit code 0\nworker 1: ended, exit code 3\n" in out
     cloud.run("run", *PROGRAM)  # what has ended may be run again
     cloud.wait_for(1, "main", words_of(PROGRAM))
 
@@ -67,8 +69,8 @@ class TestRun:
     cloud["late"] = "1 1 worker.sh start"  # worker 0 starts, worker 1 does not hear of it the first time
     assert "starting: worker 1 did not answer" in cloud.run("run", *PROGRAM)
     cloud.wait_for_the_program()
-    (start, again) = cloud.calls("tpu_worker.sh", "start")
-    assert start == again
+    (first, start, again) = cloud.calls("tpu_worker.sh", "start")
+    assert first.replace("--worker=0", "--worker=all") == start == again
     assert cloud.worker(0, "main") == cloud.worker(1, "main") == words_of(PROGRAM)
 
   def test_a_busy_machine_that_takes_long_to_begin_is_waited_for(self, cloud):
@@ -110,6 +112,34 @@ class TestRun:
     assert out.count(SIGTERM_WAS_SEEN) == 2 and "[w1] the program begins" in out
     cloud.run("stop")
 
+  def test_a_program_without_its_supervisor_is_seen_and_stopped(self, cloud):
+    cloud["hold"] = ""
+    cloud.run("run", *PROGRAM)
+    cloud.wait_for_the_program()
+    for worker in range(2):
+      os.kill(int(cloud.worker(worker, ".seed_jax/run/supervisor")), signal.SIGKILL)
+    assert cloud.run("status").count(": running") == 2
+    assert "a run is in progress" in one_error(cloud.run("run", *PROGRAM, code=1))
+    process = cloud.start("stop")
+    while "stop" not in (cloud.stub / "calls").read_text():
+      pass
+    assert "may still be running on slice; status looks" in cloud.interrupt(process)
+    cloud.run("stop", "--grace=08")
+    assert cloud.run("status").count(": stopped") == 2
+    script = cloud.stub / "worker-1" / ".seed_jax" / "launch" / "tpu_worker.sh"
+    script.write_text(script.read_text().replace("\nstop() {", "\nrunning() { true; }\nstop() { return 0\n"))
+    assert "is still running on worker 1 of slice" in one_error(cloud.run("stop", code=1))
+
+  def test_of_two_runs_at_once_one_begins(self, cloud):
+    cloud["hold"] = ""
+    names = ("one", "two")
+    both = [cloud.start("run", PROGRAM[0], f"--workdir=gs://bucket/{name}") for name in names]
+    codes = [(process.communicate(timeout=600), process.returncode)[1] for process in both]
+    assert sorted(codes) == [0, 1]
+    cloud.wait_for_the_program()
+    won = f"gs://bucket/{names[codes.index(0)]}\n"
+    assert cloud.worker(0, ".seed_jax/run/workdir") == cloud.worker(1, ".seed_jax/run/workdir") == won
+
   def test_a_program_that_does_not_end_is_killed(self, cloud):
     cloud["hold"] = ""
     python = cloud.stub / "worker-0" / ".seed_jax" / "venv" / "bin" / "python"
@@ -131,6 +161,19 @@ class TestRun:
     rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "[w0] seed_jax: the program ended with exit code 0" in rest
 
+  def test_a_new_run_takes_over_nothing_of_the_one_before(self, cloud):
+    first = ("--env=NOTE=first", "--secret=HF_TOKEN", "--cache=gs://other/cache")
+    cloud.run("run", *PROGRAM, *first, HF_TOKEN=SECRET)
+    for worker in range(2):
+      cloud.wait_for(worker, ".seed_jax/run/exit_code")
+    assert cloud.run("ssh", "--", "echo", "a shell") == "a shell\n"
+    cloud.run("ssh")
+    assert cloud.calls("tpu-vm ssh slice")[-1].strip().endswith("--worker=0")  # no command of the run's
+    assert "run needs --config" in one_error(cloud.run("run", code=2))
+    cloud.run("run", *PROGRAM)
+    cloud.wait_for(1, "settings", "|\n")
+    assert cloud.worker(1, "environment").split() == ["gs://bucket/seed_jax/xla"]
+
   def test_ssh_runs_a_command_on_one_worker(self, cloud):
     assert cloud.run("ssh", "--worker=1", "--", "echo", "a  b;", "c").splitlines() == ["a  b; c"]
     cloud.run("ssh")
@@ -147,7 +190,7 @@ class TestSecrets:
       assert cloud.worker(worker, "environment").split()[:2] == [SECRET, "from-the-manager"]
       (cloud.stub / f"worker-{worker}" / "environment").unlink()
     calls = cloud.calls()
-    assert sum(r"tpu_worker.sh\ secrets\ 1" in call for call in calls) == 2
+    assert sum(r"tpu_worker.sh\ secrets" in call for call in calls) == 2
     assert "from-the-manager" not in out + "".join(calls)
     leaks = [
       file for file in cloud.stub.parent.rglob("*") if file.is_file() and SECRET in file.read_text(errors="ignore")
@@ -197,6 +240,17 @@ class TestKeepAlive:
     rest, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and "is done" in rest
     assert cloud.worker(0, "main") == words_of(PROGRAM)  # the folder is new: the run began once in it
+
+  def test_faults_and_full_zones_do_not_end_it(self, cloud):
+    cloud["hold"], cloud["reason"] = "", "There is no more capacity in the zone"
+    process = cloud.start("run", "--keep-alive", *PROGRAM)
+    before = cloud.wait_for_the_program()
+    cloud["fail.queued-resources.create"] = cloud["fail.queued-resources.delete"] = "1|UNAVAILABLE: 503"
+    cloud["next"] = "SUSPENDED NONE\nSUSPENDED NONE\nNONE NONE\nFAILED NONE\nNONE NONE"
+    cloud.wait_for_the_program(after=before)
+    cloud["hold"] = None
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0 and "asking again" in out and "is done" in out, out
 
   def test_a_failure_ends_it_with_the_programs_code_and_last_words(self, cloud):
     cloud["exits.1"] = "9"
@@ -253,7 +307,9 @@ class TestKeepAlive:
     cloud.wait_for_the_program()
     cloud.run("delete", "--force")
     out, _ = process.communicate(timeout=600)
-    assert process.returncode == 1 and "was deleted elsewhere" in last_error(out)
+    assert process.returncode == 1 and "slice was deleted; this command again, with --topology=v4:2x2x2" in last_error(
+      out
+    )
     assert cloud.calls("queued-resources create") == []
 
   def test_workers_that_do_not_answer_at_first_are_asked_again(self, cloud):

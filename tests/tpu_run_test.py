@@ -1,7 +1,9 @@
 """launch/tpu_run.sh makes slices and installs: against a stand-in cloud (tpu_cloud.py) whose workers are folders."""
 
 import re
+import shlex
 import subprocess
+import sys
 
 import pytest
 import tpu_cloud
@@ -46,6 +48,7 @@ class TestCommandLine:
     assert len(flags) > 15 and not {flag for flag in flags if flag not in out}
     verbs = "create setup run status logs ssh stop resume fetch delete".split()
     assert all(re.search(rf"^  {verb}  ", out, re.M) for verb in verbs)
+    assert max(map(len, out.splitlines())) <= 80
 
   @pytest.mark.parametrize(
     "topology,kind,image,workers",
@@ -79,7 +82,7 @@ class TestCommandLine:
       "run", "--dry-run", "--topology=v4:2x2x2", "--secret=HF_TOKEN", "--iap", *PROGRAM, HF_TOKEN="hidden"
     )
     commands = [line for line in out.splitlines() if line.startswith("gcloud ")]
-    verbs = ["describe", "describe", "ssh", "scp", "ssh", "ssh", "ssh", "ssh"]
+    verbs = ["describe", "describe", "ssh", "scp", "ssh", "ssh", "ssh", "ssh", "ssh"]
     assert [re.search(r" (describe|ssh|scp) ", line)[1] for line in commands] == verbs
     assert all("gcloud alpha" in line and "--tunnel-through-iap" in line for line in commands[2:])
     assert (
@@ -107,6 +110,10 @@ class TestCommandLine:
       (["run", *PROGRAM, "--secret=a b"], "--secret wants the name"),
       (["run", *PROGRAM, "--data=gs://b/d"], "write --data=NAME=gs://BUCKET/FOLDER"),
       (["run", *PROGRAM, "--env=A"], "write --env=NAME=VALUE"),
+      (["run", *PROGRAM, "--env=A B=c"], "'A B' is no name of a variable"),
+      (["run", *PROGRAM, "--env=A=b\nc"], "has a line break in it"),
+      (["run", *PROGRAM, "--env=RUN=b"], "belongs to the shell or the launcher"),
+      (["run", *PROGRAM, "--data=A;touch /tmp/x;B=gs://b/d"], "'A;touch /tmp/x;B' is no name"),
       (["resume"], "nothing is known of an earlier run of slice"),
       (["fetch"], "fetch from where?"),
     ],
@@ -116,9 +123,45 @@ class TestCommandLine:
     assert words in error and "hf_123" not in error
     assert cloud.calls() == []
 
+  def test_a_config_is_checked_before_anything_is_paid_for(self, cloud):
+    whole = "alfworld.py:qwen2_5_3b,v5e:4x4"
+    (cloud.root / "configs" / "alfworld.py").write_text('"""c.model.path: not set."""\n')
+    config = lambda name: ("run", "--dry-run", f"--config=configs/{name}", "--workdir=gs://b/w")  # noqa: E731
+    weights = "--config.model.path=gs://b/m"
+    error = one_error(cloud.run(*config(whole), "--topology=v5e:8x8", weights, code=2))
+    assert (
+      "the config is for v5e:4x4 and the slice is v5e:8x8; write --config=configs/alfworld.py:qwen2_5_3b,v5e:8x8"
+      in error
+    )
+    assert "config.model.path is empty" in one_error(cloud.run(*config(whole), code=2))
+    assert "the config is not checked here" in cloud.run(*config(whole), weights)
+    cloud.root = tpu_cloud.ROOT
+    cloud.program(cloud.stub / "python3", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for arguments, words in {
+      (*config("alfworld.py:qwen9,v5p:4x4x4,nomethod"), weights): "nomethod",
+      (*config(whole), weights, "--config.trian.iterations=3"): "the config has no field 'trian.iterations'",
+      (*config(whole), weights): "add --config.annotate.external.base_url",
+      (*config("quickstart.py"), "--topology=v5e:1x1", "--config.mesh.data=2"): "needs 2 chips; the slice has 1",
+    }.items():
+      assert words in one_error(cloud.run(*arguments, code=2, VENV="/none"))
+
+  def test_the_documented_commands_pass(self, cloud):
+    cloud.root = tpu_cloud.ROOT
+    cloud.program(cloud.stub / "python3", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    text = "".join((cloud.root / name).read_text() for name in ("README.md", "docs/tpu.md")).replace("\\\n", "")
+    commands = set(re.findall(r"^bash launch/tpu_run.sh (run .*)", text, re.M))
+    assert len(commands) == 2
+    for command in commands:
+      out = cloud.run(*shlex.split(command), "--dry-run", "--topology=v5e:4x4", ANALYZER_API_KEY="k", VENV="/none")
+      assert "not checked" not in out and "--config.model.path" in out
+      short = re.sub(r"--data=\S+", "", command)
+      assert "official ALFWorld games" in one_error(
+        cloud.run(*shlex.split(short), "--dry-run", code=2, ANALYZER_API_KEY="k", VENV="/none")
+      )
+
   @pytest.mark.parametrize("topology", ["v5e:3x3", "v7:2x2", "v5p:4x4", "4x4", "v5e"])
   def test_an_unknown_topology_gets_one_line(self, cloud, topology):
-    error = one_error(cloud.run("create", f"--topology={topology}", code=1))
+    error = one_error(cloud.run("create", f"--topology={topology}", code=2))
     assert f"unknown topology '{topology}'" in error and ("v5e:4x4" in error or "comes as" in error)
 
   @pytest.mark.parametrize(
@@ -131,7 +174,7 @@ class TestCommandLine:
     ],
   )
   def test_what_is_missing_on_this_machine_gets_one_line(self, cloud, variables, words):
-    assert words in one_error(cloud.run("create", *READY, code=1, **variables))
+    assert words in one_error(cloud.run("create", *READY, code=2 if "TPU_NAME" in variables else 1, **variables))
 
   def test_gcloud_must_be_there(self, cloud):
     error = one_error(cloud.run("create", *READY, code=1, PATH=cloud.path_without_gcloud()))
@@ -164,6 +207,35 @@ class TestCreate:
       *(("WAITING_FOR_RESOURCES", "NONE"), ("PROVISIONING", "NONE"), ("ACTIVE", "CREATING"))
     ]
     assert len(cloud.calls("queued-resources create")) == 1
+
+  def test_faults_of_the_service_are_waited_out(self, cloud):
+    busy = "1|UNAVAILABLE: 503 the service is busy"
+    cloud["fail.queued-resources.create"] = busy
+    cloud["after_create"], cloud["next"] = "ACCEPTED NONE", "NONE NONE\nWAITING_FOR_RESOURCES NONE\nACTIVE READY"
+    cloud["fail.queued-resources.describe"] = (
+      f"{busy}\n\n\n" + f"{busy}\n" * 5
+    )  # a look; two that work; five in the queue
+    out = cloud.run("create", *READY)
+    assert "attempt 2 of 4" in out and "looking on" in out and "slice is ready" in out
+    assert len(cloud.calls("queued-resources create")) == 2
+    cloud["fail.queued-resources.describe"] = "\n".join([busy] * 4)
+    assert "cannot look at slice (gcloud said: ERROR: (gcloud) UNAVAILABLE" in last_error(cloud.run("status", code=1))
+
+  def test_an_interruption_says_what_it_leaves(self, cloud):
+    cloud["after_create"] = "WAITING_FOR_RESOURCES NONE"
+    for verb in (("create",), ("run", "--keep-alive", *PROGRAM)):
+      process = cloud.start(*verb, *READY)
+      while "waiting for slice" not in process.stdout.readline():
+        pass
+      assert "the request for slice stays, and the slice costs once" in cloud.interrupt(process)
+    cloud["qr"], cloud["node"] = "ACTIVE", "READY"
+    cloud.program(
+      cloud.stub / "remote" / "python3.11", tpu_cloud.PYTHON.replace("shift 3;", "echo x >$HOME/at; sleep 20;")
+    )
+    process = cloud.start("run", "--keep-alive", *PROGRAM)
+    cloud.wait_for(0, "at", "x")
+    assert "before the program was started; slice stays and costs" in cloud.interrupt(process)
+    assert "slice" in cloud.run("resume", "--dry-run")  # it is known what was to be run
 
   def test_it_need_not_wait(self, cloud):
     cloud["after_create"] = "WAITING_FOR_RESOURCES NONE"
@@ -212,11 +284,63 @@ class TestCreate:
     cloud["fail.queued-resources.create"] = f"1|{message}"
     assert words in last_error(cloud.run("create", *READY, code=1))
 
+  def test_a_warning_explains_nothing(self, cloud):
+    cloud.program(
+      cloud.stub / "gcloud",
+      tpu_cloud.GCLOUD.replace(
+        'say() { echo "ERROR',
+        'say() { printf "WARNING: not the quota project.\\n\\nset-quota-project helps\\n" >&2; echo "ERROR',
+      ),
+    )
+    cloud["fail.queued-resources.create"] = "1|INVALID_ARGUMENT: the zone is wrong"
+    error = last_error(cloud.run("create", *READY, code=1))
+    assert error == "the slice cannot be asked for (gcloud said: ERROR: (gcloud) INVALID_ARGUMENT: the zone is wrong)"
+
+  def test_what_is_kept_may_be_damaged_or_impossible(self, cloud):
+    assert "which slice?" in one_error(cloud.run("create", code=2))
+    (cloud.stub / "file").touch()
+    assert "cannot write" in last_error(cloud.run("create", *READY, code=1, SEED_JAX_STATE=f"{cloud.stub}/file/x"))
+    assert cloud.calls("queued-resources create") == []
+    cloud.run("create", *READY)
+    for verb in ("logs", "stop"):  # nothing is there yet
+      assert "No such file" not in cloud.run(verb, code=verb == "logs")
+    assert "exists with v4-16, not v5p-128" in last_error(cloud.run("run", "--topology=v5p:4x4x4", *PROGRAM, code=1))
+    (cloud.stub / "qr").unlink()
+    assert "half-created" in last_error(cloud.run("run", *PROGRAM, code=1))
+    (cloud.state / "slice").write_text("project=mine\nzone=here-a\ntopology=v5e:9x9\n")
+    assert "slice is deleted" in cloud.run("delete")
+
   def test_a_request_that_fails_later_says_why(self, cloud):
     cloud["after_create"], cloud["reason"] = "FAILED NONE", "Quota exceeded for spot chips"
     error = last_error(cloud.run("create", *READY, code=1))
     assert "was not met: quota" in error and "Quota exceeded for spot chips" in error
     assert cloud.calls("queued-resources delete") == []  # it stays to be looked at
+
+  def test_a_slice_that_costs_is_not_forgotten(self, cloud):
+    there = ("--name=b", "--zone=there-b")
+    cloud.run("create", *READY, *there, TPU_NAME=None)
+    assert "in there-b of mine" in last_error(cloud.run("create", "--name=b", "--zone=here-a", code=2))
+    cloud["next"] = "NONE NONE"
+    error = last_error(cloud.run("delete", "--name=b", "--zone=here-a", code=1))
+    assert "is in there-b of mine" in error and (cloud.state / "b").exists()
+    cloud["qr"], cloud["node"] = "ACTIVE", "READY"
+    out = cloud.run("status", "--name=b", ZONE="here-a", TOPOLOGY="v5e:4x4")
+    assert "b in there-b of mine" in out and "not ZONE=here-a" in out
+    cloud.run("delete", "--name=b", "--force", ZONE="here-a")
+    assert cloud.calls("queued-resources delete b", "--zone=there-b") and not (cloud.state / "b").exists()
+
+  def test_spot_can_be_taken_back(self, cloud):
+    cloud["after_create"] = "FAILED NONE"
+    cloud.run("create", *READY, "--spot", "--runtime-version=v9", code=1)
+    cloud.run("create", code=1)
+    cloud.run("create", *READY, code=1)
+    assert ["--spot" in call and "=v9" in call for call in cloud.calls("queued-resources create")] == [
+      True,
+      True,
+      False,
+    ]
+    cloud.run("create", "--spot", code=1)
+    assert "on demand" in cloud.run("create", "--on-demand", code=1)
 
 
 class TestSetup:
@@ -239,10 +363,24 @@ class TestSetup:
     (slice_there.root / ".gitignore").write_text("runs/\n")
     (slice_there.root / "runs").mkdir()
     (slice_there.root / "runs" / "big").touch()
-    (slice_there.root / "configs" / "new.py").touch()
-    slice_there.run("setup")
+    (slice_there.root / "configs" / "é.py").touch()
+    for name in (".env", "qwen/model.safetensors", "big.txt", "key.pem"):
+      (slice_there.root / name).parent.mkdir(exist_ok=True)
+      (slice_there.root / name).write_bytes(b"0" * (6 * 2**20 if name == "big.txt" else 1))
+    out = slice_there.run("setup")
+    assert "not sent (weights, keys, files above 5 MiB): .env big.txt key.pem and 1 more" in out
     code = slice_there.stub / "worker-0" / ".seed_jax" / "code"
-    assert (code / "configs" / "new.py").exists() and not (code / "runs").exists()
+    assert (code / "configs" / "é.py").exists()
+    kept = ("runs", ".env", "qwen", "big.txt", "key.pem")
+    assert not [name for name in kept if (code / name).exists()]
+    slice_there.program(slice_there.stub / "tar", "#!/bin/sh\nexit 1\n")
+    slice_there.run("run", "--dry-run", *PROGRAM)  # packs nothing
+    error = last_error(slice_there.run("setup", "--dry-run", code=1, TPU_FILE_LIMIT="9", TPU_TOTAL_LIMIT="5"))
+    assert "files of 6 MiB would be sent" in error
+    # in a folder that an outer repository ignores, git knows no file
+    (slice_there.root / ".git").rename(slice_there.root.parent / ".git")
+    (slice_there.root.parent / ".gitignore").write_text("/the*\n")
+    assert not re.search("sending 0 files", slice_there.run("setup", "--dry-run"))
 
   def test_a_failed_installation_names_the_worker(self, cloud):
     cloud.run("create", *READY)
@@ -301,6 +439,8 @@ class TestSetup:
 
 def test_the_stand_in_answers_as_the_scripts_ask():
   """Every gcloud command of the scripts is known to the stand-in, so that a new one is not tested by accident."""
-  text = "".join((tpu_cloud.ROOT / "launch" / f"tpu_{name}.sh").read_text() for name in ("lib", "slice", "job"))
+  text = "".join(
+    (tpu_cloud.ROOT / "launch" / f"tpu_{name}.sh").read_text() for name in ("lib", "memory", "check", "slice", "job")
+  )
   asked = set(re.findall(r"compute tpus (queued-resources|tpu-vm) (\w+)", text))
   assert asked and all(f"{group}.{verb}" in tpu_cloud.GCLOUD for group, verb in asked)
