@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from seed_jax.main import UsageError, describe, quiet
+from seed_jax.errors import UsageError, describe
+from seed_jax.main import quiet
 
 if TYPE_CHECKING:
   from seed_jax.models.config import ModelConfig

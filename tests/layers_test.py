@@ -27,7 +27,7 @@ ORDER = """
   programs: run unfinished reward_model regrade replay_buffer supervised curve base collect annotate
   programs: library_stage skill_branch sft train mechanism evaluate
   programs: charts page skill_report report compare_results compare_page compare
-  programs: preflight_programs preflight_compile preflight_plans preflight_table preflight main convert
+  programs: preflight_programs preflight_compile preflight_plans preflight_table preflight errors main convert
 """
 LAYER = {
   module: line.split(":")[0].strip() for line in ORDER.strip().splitlines() for module in line.split(":")[1].split()
