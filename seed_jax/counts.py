@@ -62,9 +62,9 @@ def training_flops(
 ) -> float:
   """A forward and a backward pass as they are computed, with what remat computes again.
 
-  Products with weights: once forward, twice backward (gradients of inputs and of weights), again as `computed_again` says.
-  Attention likewise, with `backward` for twice. Logits are made chunk by chunk in both passes, whatever remat says
-  (`ops.token_logprobs`): four products.
+  Products with weights: once forward, twice backward (gradients of inputs and of weights), and again as
+  `computed_again` says. Attention likewise, with `backward` for twice. Logits are made chunk by chunk in both passes,
+  whatever remat says (`ops.token_logprobs`): four products.
   """
   weights, attention = computed_again(m)
   layers = 2.0 * (3 * layer_params(m) + weights) + attention_flops(m, keys) * (1 + backward + attention)
