@@ -173,12 +173,14 @@ def learner_pass(plan: Plan, *, train: bool) -> Phase:
   # backward, of the gradients of what q, k, v and gate, up read, and that behind "o" again where it is not kept.
   sums = 2 * (2 if train else 1) + (train and m.remat != "none" and "attention_sum" not in SAVED[m.remat])
   summed = sums * m.num_layers * 2 * 2 * local * m.hidden_size * _ring(plan.tp)
+  # Two chips of a pair share one link, and what goes over it holds up as much as the other links would carry.
+  detour = summed * (max(s.links, 1) / max(min(s.links, plan.tp - 1), 1) - 1)
   collectives = m.num_layers * ((3 if train else 1) * (plan.fsdp > 1) + sums * (plan.tp > 1))
   return Phase(
     "update" if train else "score",
     compute=done / chips / flops,
     memory=memory / bandwidth,
-    transfer=(plan.update_received if train and plan.update_received else gathered + summed) / network,
+    transfer=((plan.update_received if train and plan.update_received else gathered + summed) + detour) / network,
     latency=collectives * math.sqrt(s.chips) * HOP,
     useful=forward * (3 if train else 1),
   )

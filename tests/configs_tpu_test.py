@@ -54,7 +54,7 @@ def test_what_is_left_out_would_not_fit_by_the_same_estimate():
 @pytest.mark.parametrize(
   "argument, message",
   [
-    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:8x8$"),
+    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:4x8$"),
     ("qwen2_5_7b,v5e-4", r"topology 'v5e-4' is not shipped; choose CHIP:SHAPE of v4: 2x2x1"),
     ("qwen2_5_0_5b,v5e:2x2", r"model 'qwen2_5_0_5b' is not shipped for TPUs; choose one of qwen3_1_7b, "),
     ("qwen2_5_3b", r"'qwen2_5_3b' of configs/alfworld.py is not MODEL,TOPOLOGY\[,METHOD\]"),
