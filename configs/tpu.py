@@ -152,7 +152,8 @@ def estimate(c: ConfigDict, section: str = "train") -> dict[str, float]:
   sum of gradients and those of a micro-batch, and AdamW's two moments, over all chips. actor: 2 bytes a parameter over
   actor_tp. slots: keys and values, 2 L K H C of 2 bytes each, twice as long as they grow from one capacity to the next.
   update: what remat keeps of every layer, and the larger of the head with its gradient and the logits of a chunk, and
-  one layer's work. Where the compiler has said (7B on v6e:4x4 and v5p:4x4x4, 3B on v5e:4x4), this was 1 to 2 GiB more.
+  one layer's work. Of the updates of 7B on v6e:4x4 and v5p:4x4x4 and 3B on v5e:4x4 it says up to 1 GiB more than the
+  compiler.
   """
   m = presets.get(c.model.preset)
   D, F, L, N, K, H, V = (
