@@ -20,7 +20,7 @@ import math
 
 from ml_collections import ConfigDict
 
-from seed_jax import topologies
+from seed_jax import roofline, topologies
 from seed_jax.models import presets
 
 GIB = topologies.GIB
@@ -47,34 +47,35 @@ class Shipped:
   """A model on a kind of chip, from `fewest` chips on.
 
   actor_tp: chips that share an actor's copy. slots: conversations that decode at a time, a chip; 128 in all are enough.
-  dots_from: chips from which the backward pass keeps what matrix products gave ("dots_no_batch": a quarter fewer
-  operations than "full", below it). bf16_below: chips below which AdamW's moments are bfloat16. tp: the learner's, at
-  the least.
+  bf16_below: chips below which AdamW's moments are bfloat16. tp: the learner's, at the least. rows: of a micro-batch, a
+  row shard: the weights are gathered once for all of them.
   """
 
   fewest: int
   actor_tp: int
   slots: int
-  dots_from: int = 10_000
   bf16_below: int = 0
   tp: int = 1
+  rows: int = 1
 
 
 # The table: all that is shipped. actor_tp divides the key/value heads (2, 4, 8): a cache holds no head twice.
 TABLE: dict[tuple[str, str], Shipped] = {
-  ("qwen3_1_7b", "v4"): Shipped(4, actor_tp=4, slots=8, dots_from=16),
+  ("qwen3_1_7b", "v4"): Shipped(4, actor_tp=4, slots=8),
   ("qwen3_1_7b", "v5e"): Shipped(8, actor_tp=4, slots=4, bf16_below=16),
-  ("qwen3_1_7b", "v5p"): Shipped(4, actor_tp=4, slots=32, dots_from=4),
-  ("qwen3_1_7b", "v6e"): Shipped(4, actor_tp=4, slots=8, dots_from=16),
-  ("qwen2_5_3b", "v4"): Shipped(4, actor_tp=2, slots=8, dots_from=16, bf16_below=8),
+  ("qwen3_1_7b", "v5p"): Shipped(4, actor_tp=4, slots=32),
+  ("qwen3_1_7b", "v6e"): Shipped(4, actor_tp=4, slots=8, rows=2),
+  ("qwen2_5_3b", "v4"): Shipped(4, actor_tp=2, slots=8, bf16_below=8),
   ("qwen2_5_3b", "v5e"): Shipped(16, actor_tp=2, slots=4),
-  ("qwen2_5_3b", "v5p"): Shipped(4, actor_tp=2, slots=32, dots_from=4),
-  ("qwen2_5_3b", "v6e"): Shipped(4, actor_tp=2, slots=8, dots_from=16, bf16_below=8),
-  ("qwen2_5_7b", "v4"): Shipped(16, actor_tp=4, slots=4, dots_from=64),
-  ("qwen2_5_7b", "v5e"): Shipped(64, actor_tp=4, slots=2, tp=2),
-  ("qwen2_5_7b", "v5p"): Shipped(4, actor_tp=4, slots=32, dots_from=8),
-  ("qwen2_5_7b", "v6e"): Shipped(16, actor_tp=4, slots=4, dots_from=64),
+  ("qwen2_5_3b", "v5p"): Shipped(4, actor_tp=2, slots=32),
+  ("qwen2_5_3b", "v6e"): Shipped(4, actor_tp=2, slots=8, bf16_below=8, tp=2, rows=2),
+  ("qwen2_5_7b", "v4"): Shipped(16, actor_tp=4, slots=4),
+  ("qwen2_5_7b", "v5e"): Shipped(32, actor_tp=4, slots=2, tp=2),
+  ("qwen2_5_7b", "v5p"): Shipped(4, actor_tp=4, slots=32),
+  ("qwen2_5_7b", "v6e"): Shipped(16, actor_tp=4, slots=4, tp=2, rows=2),
 }
+# What the backward pass finds stored, the fastest first; a config takes the first that fits.
+REMATS = ("dots", "dots_no_batch", "attention_gate", "attention", "attention_out", "full")
 MODELS = tuple(dict.fromkeys(model for model, _ in TABLE))
 
 
@@ -107,7 +108,7 @@ def apply(c: ConfigDict, model: str, topology: str) -> None:
   settings(c, model, topology, row, chips)
   if chips < row.fewest:
     smallest = next(s for s in CHIPS[chip].slices if parse(f"{chip}:{s}")[1] >= row.fewest)
-    parts = estimate(c)
+    parts = estimate(c)  # Stage 2 takes more where nothing is kept
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
     raise ValueError(
       f"{model} does not fit {topology}: about {sum(parts.values()):.1f} GiB a chip ({listed}), and of a chip's "
@@ -122,7 +123,6 @@ def settings(c: ConfigDict, model: str, topology: str, row: Shipped, chips: int)
   c.model.preset = model
   c.model.dtype = "bfloat16"  # of the products; parameters, norms, softmax and logits stay float32
   c.model.scan_layers = True
-  c.model.remat = "dots_no_batch" if chips >= row.dots_from else "full"
 
   tp = max(chips // MAX_ROW_SHARDS, row.tp)
   while config.num_heads % tp:
@@ -135,17 +135,25 @@ def settings(c: ConfigDict, model: str, topology: str, row: Shipped, chips: int)
   c.rollout.slots = max(min(row.slots * chips, 128), chips // row.actor_tp)
   c.train.optimizer.moment_dtype = "bfloat16" if chips < row.bf16_below else "float32"
   c.sft.optimizer.moment_dtype = c.train.optimizer.moment_dtype
-  for section in (c.train, c.sft):  # one row a shard
-    section.micro_tokens = (chips // tp) * max(section.row_lengths)
+  shards = chips // tp
+  rows = max(min(row.rows, MAX_ROW_SHARDS // shards), 1)
+  c.train.micro_tokens = rows * shards * max(c.train.row_lengths)
+  c.sft.micro_tokens = shards * max(c.sft.row_lengths)
+
+  for c.model.remat in REMATS:
+    if largest(c) <= (1 - SPARE) * CHIPS[parse(topology)[0]].memory:
+      break
 
 
-def estimate(c: ConfigDict) -> dict[str, float]:
-  """GiB a chip of what lies in memory while the policy is updated, by part.
+def estimate(c: ConfigDict, section: str = "train") -> dict[str, float]:
+  """GiB a chip of what lies in memory while the policy is updated, by part; in Stage 1 with `section` "sft".
 
-  learner: 4 bytes a parameter for the parameters, the reference (with a KL term), the sum of gradients and those of a
-  micro-batch, and AdamW's two moments, over all chips. actor: 2 bytes a parameter over actor_tp. slots: keys and
-  values, 2 L K H C of 2 bytes each, twice as long as they grow from one capacity to the next. update: the head and
-  its gradient whole but for tp, the logits of a chunk, what remat keeps of every layer, and one layer's work.
+  learner: 4 bytes a parameter for the parameters, the reference (with a KL term; in Stage 1 what it began with), the
+  sum of gradients and those of a micro-batch, and AdamW's two moments, over all chips. actor: 2 bytes a parameter over
+  actor_tp. slots: keys and values, 2 L K H C of 2 bytes each, twice as long as they grow from one capacity to the next.
+  update: what remat keeps of every layer, and the larger of the head with its gradient and the logits of a chunk, and
+  one layer's work. Of the updates of 7B on v6e:4x4 and v5p:4x4x4 and 3B on v5e:4x4 it says up to 1 GiB more than the
+  compiler.
   """
   m = presets.get(c.model.preset)
   D, F, L, N, K, H, V = (
@@ -160,19 +168,26 @@ def estimate(c: ConfigDict) -> dict[str, float]:
   size, tp, actor = m.num_parameters, c.mesh.tp, c.actor_mesh
   chips = c.mesh.data * c.mesh.fsdp * tp
   moments = {"float32": 8, "bfloat16": 4}[c.train.optimizer.moment_dtype]
-  learner = size * (4 * (3 + bool(c.train.loss.kl_coef)) + moments) / (c.mesh.fsdp * tp)
+  copies = 4 if section == "sft" or c.train.loss.kl_coef else 3
+  learner = size * (4 * copies + moments) / (c.mesh.fsdp * tp)
   capacities = sum(
     {*c.rollout.capacity_buckets, max(c.rollout.capacity, c.analysis.max_prompt + c.analysis.max_response)}
   )
   actors = chips // actor.tp
   cache = 2 * L * max(K // actor.tp, 1) * H * capacities * 2 * -(-c.rollout.slots // actors)
-  T = max(c.train.row_lengths)
-  head = V * D // tp * (2 + 4 + 4) + 3 * 2**28  # bfloat16, its float32 gradient, and what their sum is made in
-  products = (2 * N * H + 2 * K * H + 2 * D + 2 * F) // tp if c.model.remat == "dots_no_batch" else 0
+  T = c[section].micro_tokens // (chips // tp)  # of a row shard
+  head = 6 * V * D // tp + 3 * 2**28  # in bfloat16, and its gradient in float32
   work = 4 * T * (4 * F + 4 * N * H) // tp + 16 * T * D + 2 * 2 * (3 * D * F + 2 * D * N * H) // tp
-  update = head + 2 * L * T * (D + products) + work
-  parts = {"learner": learner, "actor": 2 * size / actor.tp, "slots": cache, "update": update}
+  kept = roofline.kept_bytes(dataclasses.replace(m, remat=c.model.remat), T, tp)
+  parts = {"learner": learner, "update": kept + max(head, work)}
+  if section == "train":
+    parts |= {"actor": 2 * size / actor.tp, "slots": cache}
   return {name: value / GIB for name, value in parts.items()}
+
+
+def largest(c: ConfigDict) -> float:
+  """GiB a chip of the stage that takes most."""
+  return max(sum(estimate(c, section).values()) for section in ("train", "sft"))
 
 
 def _row(model, chip) -> Shipped:

@@ -13,67 +13,23 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from seed_jax.models.config import ModelConfig
+from seed_jax.counts import (
+  computed_again,
+  forward_flops,
+  head_params,
+  kept_bytes,
+  kv_bytes,
+  layer_params,
+  num_params,
+  training_flops,
+)
+from seed_jax.models.config import SAVED, ModelConfig
 from seed_jax.topologies import Slice
 
 MEMORY_SHARE = 0.8  # of an HBM's bandwidth that streaming reads reach (decode of arXiv:2604.15464: 0.86)
 LINK_SHARE = 0.9  # of a link's
 HOP = 1e-6  # seconds that one step of a ring takes, however little it carries
-# What the backward pass computes again, in forward passes, by ModelConfig.remat: matrix products, attention.
-AGAIN = {"none": (0, 0), "dots": (0, 0), "dots_no_batch": (0, 1), "attention_out": (1, 0), "full": (1, 1)}
-# Values kept of a token and layer for the backward pass, bfloat16, as (multiples of D, N H, K H, F).
-KEPT = {
-  "none": (8, 5, 4, 4),
-  "dots": (3, 2, 2, 2),
-  "dots_no_batch": (3, 2, 2, 2),
-  "attention_out": (1, 1, 0, 0),
-  "full": (1, 0, 0, 0),
-}
-
-
-# ---------------------------------------------------------------- counts of a model
-
-
-def layer_params(m: ModelConfig) -> int:
-  """Weights of the matrices of all layers: q, k, v, o, gate, up, down."""
-  attention = m.hidden_size * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
-  return m.num_layers * (attention + 3 * m.hidden_size * m.intermediate_size)
-
-
-def head_params(m: ModelConfig) -> int:
-  """Weights of the output matrix, V D."""
-  return m.vocab_size * m.hidden_size
-
-
-def num_params(m: ModelConfig) -> int:
-  """All weights: matrices, embeddings (once where they are tied), norms, biases."""
-  small = 2 * m.hidden_size
-  small += (m.num_heads + 2 * m.num_kv_heads) * m.head_dim if m.qkv_bias else 0
-  small += 2 * m.head_dim if m.qk_norm else 0
-  tables = 1 if m.tie_embeddings else 2
-  return layer_params(m) + tables * head_params(m) + m.num_layers * small + m.hidden_size
-
-
-def attention_flops(m: ModelConfig, keys: float) -> float:
-  """Of one query token over `keys` keys, in all layers: 2 N H a key for the scores, as many for the mix."""
-  return 4.0 * m.num_layers * m.num_heads * m.head_dim * keys
-
-
-def forward_flops(m: ModelConfig, *, tokens: float, keys: float, logits: float) -> float:
-  """A forward pass over `tokens` tokens, each seeing `keys` keys on average, with logits at `logits` positions."""
-  return tokens * (2.0 * layer_params(m) + attention_flops(m, keys)) + 2.0 * logits * head_params(m)
-
-
-def kv_bytes(m: ModelConfig, size: int = 2) -> int:
-  """Keys and values of one token in all layers."""
-  return 2 * m.num_layers * m.num_kv_heads * m.head_dim * size
-
-
-def kept_bytes(m: ModelConfig, tokens: float, remat: str) -> float:
-  """What a training step keeps for its backward pass of `tokens` tokens of one chip; bfloat16."""
-  d, n, k, f = KEPT[remat]
-  of_layer = d * m.hidden_size + (n * m.num_heads + k * m.num_kv_heads) * m.head_dim + f * m.intermediate_size
-  return 2.0 * tokens * m.num_layers * of_layer
+ATTENTION_BLOCK = 512  # of queries and of keys; on the diagonal a block is computed whole
 
 
 # ---------------------------------------------------------------- what is run, and where
@@ -197,31 +153,34 @@ def learner_pass(plan: Plan, *, train: bool) -> Phase:
   micro_tokens, logits = plan.rows * plan.row_length, plan.rows * plan.responses
   flops, bandwidth, network = _rate(plan)
   chips = plan.row_chips * plan.tp
-  keys = plan.row_length / 2
-  forward = forward_flops(m, tokens=micro_tokens, keys=keys, logits=logits)
-  again = AGAIN[m.remat] if train else (0, 0)
-  attention = micro_tokens * attention_flops(m, keys)
-  matrices = forward - attention
-  done = forward * (3 if train else 1) + again[0] * matrices + again[1] * attention
-  passes = 2 + (again[0] or again[1]) if train else 1  # that read the weights
+  counts = dict(tokens=micro_tokens, keys=plan.row_length / 2, logits=logits)
+  forward = forward_flops(m, **counts)
+  counts["keys"] += min(ATTENTION_BLOCK, plan.row_length) / 2
+  done = training_flops(m, **counts) if train else forward_flops(m, **counts)
+  again = computed_again(m)[0] / layer_params(m) if train else 0.0
+  passes = 2 + again if train else 1  # that read the weights
   weights = num_params(m)
   local = micro_tokens / plan.row_chips
   # of a token and layer: what the products and norms read and write, twice of it backwards
   touched = 2.0 * m.num_layers * local * (10 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
-  memory = passes * (plan.gather_bytes + 2) * weights / plan.tp + touched * (3 + max(again) if train else 1)
+  memory = passes * (plan.gather_bytes + 2) * weights / plan.tp + touched * (3 + again if train else 1)
   gathered = (2 if train else 1) * plan.gather_bytes * weights / plan.tp * _ring(plan.fsdp)
   if train:
     memory += 3 * 4 * weights / (plan.fsdp * plan.tp)  # the sum of gradients
     gathered += plan.gradient_bytes * weights / plan.tp * _ring(plan.fsdp)
     gathered += 2 * plan.gradient_bytes * weights / (plan.tp * plan.fsdp) * _ring(plan.data)
-  # two sums over tp a layer, of [T, D], in bfloat16, each a scatter and a gather
-  summed = 2 * m.num_layers * 2 * 2 * local * m.hidden_size * _ring(plan.tp) * (passes + 1 if train else 1)
-  collectives = m.num_layers * ((passes + 1) * (plan.fsdp > 1) + 2 * passes * (plan.tp > 1))
+  # Sums over tp, of [T, D] in bfloat16, each a scatter and a gather. In a layer two forward, behind "o" and "down", two
+  # backward, of the gradients of what q, k, v and gate, up read, and that behind "o" again where it is not kept.
+  sums = 2 * (2 if train else 1) + (train and m.remat != "none" and "attention_sum" not in SAVED[m.remat])
+  summed = sums * m.num_layers * 2 * 2 * local * m.hidden_size * _ring(plan.tp)
+  # Two chips of a pair share one link, and what goes over it holds up as much as the other links would carry.
+  detour = summed * (max(s.links, 1) / max(min(s.links, plan.tp - 1), 1) - 1)
+  collectives = m.num_layers * ((3 if train else 1) * (plan.fsdp > 1) + sums * (plan.tp > 1))
   return Phase(
     "update" if train else "score",
     compute=done / chips / flops,
     memory=memory / bandwidth,
-    transfer=(plan.update_received if train and plan.update_received else gathered + summed) / network,
+    transfer=((plan.update_received if train and plan.update_received else gathered + summed) + detour) / network,
     latency=collectives * math.sqrt(s.chips) * HOP,
     useful=forward * (3 if train else 1),
   )
@@ -345,7 +304,7 @@ def update_bytes(plan: Plan) -> float:
   layer = layer_params(m) / m.num_layers * (2 + plan.gather_bytes) / plan.tp
   table = head_params(m) * (4 + plan.gradient_bytes + plan.gather_bytes) / plan.tp  # gathered; its gradient; as sent
   work = 2.0 * tokens * (8 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
-  return gradients + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table + work
+  return gradients + kept_bytes(m, tokens, plan.tp) + 2 * layer + table + work
 
 
 def estimate(plan: Plan, work: Work, capacity: int) -> float:

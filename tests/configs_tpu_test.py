@@ -6,6 +6,7 @@ import pytest
 
 from configs import alfworld, tpu
 from seed_jax import main, run
+from seed_jax.models.config import REMAT
 from seed_jax.optimizer import make_optimizer
 from seed_jax.update import LossConfig
 
@@ -17,10 +18,10 @@ def test_a_shipped_preset_is_planned_within_a_chips_memory(model, topology):
   c = alfworld.get_config(f"{model},{topology}")
   chip, chips = tpu.parse(topology)
   assert c.mesh.data * c.mesh.fsdp * c.mesh.tp == chips
-  assert sum(tpu.estimate(c).values()) <= (1 - tpu.SPARE) * tpu.CHIPS[chip].memory
+  assert tpu.largest(c) <= (1 - tpu.SPARE) * tpu.CHIPS[chip].memory
   assert c.actor_mesh.data * c.actor_mesh.tp == (8 if topology in ("v5e:2x4", "v6e:2x4") else 4)
   assert c.rollout.slots % (chips // c.actor_mesh.tp) == 0  # every actor has as many
-  assert c.model.dtype == "bfloat16" and c.model.scan_layers and c.model.remat in ("full", "dots_no_batch")
+  assert c.model.dtype == "bfloat16" and c.model.scan_layers and c.model.remat in tpu.REMATS
 
 
 def test_every_chip_is_shipped_from_a_few_chips_to_its_largest_slice():
@@ -31,19 +32,29 @@ def test_every_chip_is_shipped_from_a_few_chips_to_its_largest_slice():
   assert all(max(found) == (512 if chip in ("v4", "v5p") else 256) for (_, chip), found in chips.items())
 
 
+@pytest.mark.parametrize("argument", ["qwen2_5_3b,v5e:4x4", "qwen2_5_7b,v4:2x4x4", "qwen2_5_7b,v6e:4x4"])
+def test_a_preset_keeps_as_much_as_fits(argument):
+  c, (chip, _) = alfworld.get_config(argument), tpu.parse(argument.split(",")[1])
+  limit = (1 - tpu.SPARE) * tpu.CHIPS[chip].memory
+  assert set(tpu.REMATS) == set(REMAT) - {"none"}
+  for faster in tpu.REMATS[: tpu.REMATS.index(c.model.remat)]:
+    c.model.remat = faster
+    assert tpu.largest(c) > limit
+
+
 def test_what_is_left_out_would_not_fit_by_the_same_estimate():
   for (model, chip), row in tpu.TABLE.items():
     smaller = [s for s in tpu.CHIPS[chip].slices if tpu.parse(f"{chip}:{s}")[1] < row.fewest]
     for topology in (f"{chip}:{s}" for s in smaller):
       c = alfworld.get_config(f"{model},v5p:2x2x1")
       tpu.settings(c, model, topology, row, tpu.parse(topology)[1])
-      assert sum(tpu.estimate(c).values()) > (1 - tpu.SPARE) * tpu.CHIPS[chip].memory, (model, topology)
+      assert tpu.largest(c) > (1 - tpu.SPARE) * tpu.CHIPS[chip].memory, (model, topology)
 
 
 @pytest.mark.parametrize(
   "argument, message",
   [
-    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:8x8$"),
+    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:4x8$"),
     ("qwen2_5_7b,v5e-4", r"topology 'v5e-4' is not shipped; choose CHIP:SHAPE of v4: 2x2x1"),
     ("qwen2_5_0_5b,v5e:2x2", r"model 'qwen2_5_0_5b' is not shipped for TPUs; choose one of qwen3_1_7b, "),
     ("qwen2_5_3b", r"'qwen2_5_3b' of configs/alfworld.py is not MODEL,TOPOLOGY\[,METHOD\]"),
@@ -71,7 +82,7 @@ def test_a_method_is_the_third_word_and_a_preset_is_the_models_shape():
   c = alfworld.get_config("qwen3_1_7b,v5p:4x4x4,grpo")
   assert c.method == "grpo"
   model = run.preset_model(c)
-  assert (model.num_layers, model.num_kv_heads, model.dtype, model.remat) == (28, 8, "bfloat16", "dots_no_batch")
+  assert (model.num_layers, model.num_kv_heads, model.dtype, model.remat) == (28, 8, "bfloat16", "dots")
   c.model.preset = ""
   with pytest.raises(run.ConfigError, match=r"config\.model\.preset is empty: .* choose qwen2_5_0_5b, "):
     run.preset_model(c)

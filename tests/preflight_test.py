@@ -9,6 +9,7 @@ import pytest
 from configs import alfworld
 from seed_jax import main, preflight_compile, preflight_plans, preflight_table, roofline, topologies
 from seed_jax import preflight as stage
+from seed_jax.models.config import REMAT
 from seed_jax.preflight_compile import GIB, Compiled, collectives, compile_program, memory_needed
 from seed_jax.workdir import ConfigError
 
@@ -118,6 +119,12 @@ def test_a_config_becomes_a_plan():
   assert not preflight_plans.work_of(alfworld.get_config("qwen2_5_3b,v5e:4x4,grpo")).skills
 
 
+@pytest.mark.parametrize("argument", ["qwen2_5_3b,v5e:4x4", "qwen2_5_7b,v5p:4x4x4", "qwen2_5_7b,v6e:4x4"])
+def test_the_updates_of_the_presets_reach_45_percent_on_paper(argument):
+  _, plan, work = case(argument)
+  assert roofline.update_phase(plan, work).mfu(plan.slice) >= 0.45
+
+
 def test_a_mesh_of_another_size_than_the_slice_is_refused_with_the_numbers():
   c = alfworld.get_config("qwen2_5_3b,v5e:4x4")
   with pytest.raises(
@@ -140,7 +147,7 @@ def test_candidates_come_fastest_first_and_the_hopeless_are_left_out():
   seconds = [preflight_plans.seconds(p, work) for p in others]
   assert others and seconds == sorted(seconds)
   assert all(roofline.estimate(p, work, 8192) <= plan.slice.chip.hbm for p in others)
-  assert {p.model.remat for p in others} <= {"full", "attention_out", "dots_no_batch", "dots"}
+  assert {"full", "attention", "attention_gate"} <= {p.model.remat for p in others} <= set(REMAT) - {"none"}
   last = others[-1]
   options = preflight_plans.settings(plan, last)
   assert f"--config.model.remat={last.model.remat}" in options
