@@ -134,12 +134,22 @@ class Plan:
   gather_bytes: int = 2  # of a weight that `fsdp` gathers: 2 where it is cast before, 4 where after
   gradient_bytes: int = 2  # of a weight's gradient that is summed and scattered over `fsdp`, see `ops.product`
   moment_bytes: int = 4
+  actor_fsdp: int = 1
+  own_copy: bool = True  # of the weights, in bfloat16, for actors; else they read the learner's
   update_received: float = 0.0  # bytes that a chip receives for a micro-batch's gradients, where a compiler has told
 
   @property
   def row_chips(self) -> int:
     """Row shards of the learner's mesh."""
     return self.data * self.fsdp
+
+  @property
+  def actor_shape(self) -> dict[str, int]:
+    """Sizes of a host's mesh, as config.actor_mesh has them; none where actors play on the learner's."""
+    if not self.own_copy:
+      return {}
+    data = self.slice.host_chips // (self.actor_fsdp * self.actor_tp)
+    return dict(data=data, fsdp=self.actor_fsdp, tp=self.actor_tp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,12 +270,33 @@ def _over_samples(plan, work, *, train):
   return dataclasses.replace(phase, useful=forward * (3 if train else 1))
 
 
-def reshard_phase(plan: Plan) -> Phase:
-  """One copy of the weights, bfloat16, on every host, over its `actor_tp` chips."""
-  weights = 2 * num_params(plan.model)
+def cast_bytes(plan: Plan) -> float:
+  """A chip's share of the weights in bfloat16."""
+  return 2 * num_params(plan.model) / (plan.fsdp * plan.tp)
+
+
+def copy_phases(plan: Plan) -> list[Phase]:
+  """The actors' copy of the weights, where they have their own, in bfloat16: a chip casts its share, receives what the
+  others have, and keeps its part.
+
+  The TPU compiler gathers the shards of an array over `fsdp`. With a `tp` of the learner's that is not the actors' it
+  sums the whole array over all chips instead, each of which has its shard and zeros: twice as much.
+  """
+  if not plan.own_copy:
+    return []
   _, bandwidth, network = _rate(plan)
-  mine = weights / plan.actor_tp
-  return Phase("reshard", memory=2 * mine / bandwidth, transfer=mine * _ring(plan.slice.chips) / network)
+  weights = 2 * num_params(plan.model)
+  kept = weights / (plan.actor_fsdp * plan.actor_tp)
+  if plan.tp in (1, plan.actor_tp):
+    whole = weights / plan.tp
+    received = whole * _ring(plan.fsdp)
+  else:
+    whole = weights
+    received = 2 * whole * _ring(plan.fsdp * plan.tp)
+  return [
+    Phase("cast", memory=3 * cast_bytes(plan) / bandwidth),  # 4 bytes read, 2 written
+    Phase("place", memory=(whole + 2 * kept) / bandwidth, transfer=received / network),
+  ]
 
 
 def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
@@ -276,7 +307,7 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
   m, s = plan.model, plan.slice
   flops, bandwidth, network = _rate(plan)
   chips, hosts = s.host_chips, s.hosts
-  tp, data = plan.actor_tp, s.host_chips // plan.actor_tp
+  tp, data = plan.actor_tp, s.host_chips // plan.actor_tp  # rows lie over `data` and `fsdp` alike
   episodes = math.ceil(work.episodes / hosts)
   waves = math.ceil(episodes / plan.slots)
   slots = min(episodes, plan.slots) / data  # of one copy of the weights
@@ -285,13 +316,16 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
   context = work.prompt + work.response / 2 if work.window else (work.prompt + work.response) * work.turns / 2
 
   read = forward_flops(m, tokens=episodes * requests, keys=context / 2, logits=episodes * work.turns)
-  weights = 2 * (layer_params(m) + head_params(m)) / tp
+  of_chip = 2 * (layer_params(m) + head_params(m)) / tp  # with `fsdp`, layer by layer
+  gathered = of_chip * _ring(plan.actor_fsdp)
+  weights = of_chip if plan.own_copy or plan.actor_fsdp > 1 else 2 * of_chip  # the learner's are float32
   calls = waves * work.turns * 4  # prompts arrive in pieces
   prefill = Phase(
     "prefill",
     compute=read / chips / flops,
     memory=calls * weights / bandwidth,
-    transfer=2 * m.num_layers * 2 * 2 * episodes * requests / data * m.hidden_size * _ring(tp) / network,
+    transfer=(2 * m.num_layers * 2 * 2 * episodes * requests / data * m.hidden_size * _ring(tp) + calls * gathered)
+    / network,
     useful=read * hosts,
   )
   steps = waves * sampled
@@ -300,7 +334,7 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
     "decode",
     compute=steps * one / tp / flops,
     memory=steps * (weights + slots * context * kv_bytes(m) / min(tp, m.num_kv_heads)) / bandwidth,
-    transfer=steps * 2 * m.num_layers * 2 * 2 * slots * m.hidden_size * _ring(tp) / network,
+    transfer=steps * (2 * m.num_layers * 2 * 2 * slots * m.hidden_size * _ring(tp) + gathered) / network,
     latency=steps * 2 * m.num_layers * 2 * (tp - 1) * HOP,
     useful=steps * one * data * hosts,
   )
@@ -311,7 +345,7 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
 def iteration(plan: Plan, work: Work) -> list[Phase]:
   """All phases of an iteration, in their order."""
   learner = (score_phase(plan, work), update_phase(plan, work), optimizer_phase(plan, work))
-  return [*rollout_phases(plan, work), *learner, reshard_phase(plan)]
+  return [*rollout_phases(plan, work), *learner, *copy_phases(plan)]
 
 
 # ---------------------------------------------------------------- memory, roughly
@@ -319,7 +353,7 @@ def iteration(plan: Plan, work: Work) -> list[Phase]:
 
 def resident_bytes(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
   """What lies in a chip's memory through the whole iteration: parameters in float32 and both moments, the reference,
-  the actors' copy in bfloat16, and their cache of slots of `capacity` tokens.
+  the actors' copy in bfloat16, if they have one, and their cache of slots of `capacity` tokens.
   """
   m = plan.model
   shard = num_params(m) / (plan.fsdp * plan.tp)
@@ -328,7 +362,7 @@ def resident_bytes(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
     "params": 4 * shard,
     "moments": 2 * plan.moment_bytes * shard,
     "reference": 4 * shard if work.reference else 0.0,
-    "actor": 2 * num_params(m) / plan.actor_tp,
+    "actor": 2 * num_params(m) / (plan.actor_fsdp * plan.actor_tp) if plan.own_copy else 0.0,
     "cache": slots * capacity * kv_bytes(m) / min(plan.actor_tp, m.num_kv_heads),
   }
 

@@ -147,6 +147,31 @@ def test_scoring_passes_are_those_of_the_learner():
   assert score(**many) == pytest.approx(each * (1.2 * 1.75 + 1))
 
 
+def test_the_actors_copy_is_cast_and_received():
+  """3.086e9 weights over 16 chips, cast from 4 bytes to 2 and received by every chip, over two links of 50 GB/s; summed
+  instead where heads lie otherwise at the learner's."""
+  plan, n = plan_of(), roofline.num_params(presets.get("qwen2_5_3b"))
+  assert phase(plan, "cast").memory == pytest.approx(6 * n / 16 / (819e9 * 0.8))
+  assert phase(plan, "place").transfer == pytest.approx(2 * n * 15 / 16 / (2 * 50e9 * 0.9))
+  same = plan_of(tp=2)
+  assert phase(same, "place").transfer == pytest.approx(n * 7 / 8 / (2 * 50e9 * 0.9))
+  other = plan_of(tp=4)
+  assert phase(other, "place").transfer == pytest.approx(4 * n * 15 / 16 / (2 * 50e9 * 0.9))
+  names = [p.name for p in roofline.iteration(plan_of(own_copy=False, actor_fsdp=2), Work())]
+  assert "decode" in names and not {"cast", "place"} & set(names)
+
+
+def test_actors_that_store_their_weights_over_fsdp_gather_them_at_every_token():
+  plan = plan_of(actor_fsdp=2)
+  work = Work(episodes=128, turns=1, skills=False)
+  more = phase(plan, "decode", work).transfer - phase(plan_of(), "decode", work).transfer
+  m = plan.model
+  weights = 2 * (roofline.layer_params(m) + roofline.head_params(m)) / 2
+  assert more == pytest.approx(work.response * weights / 2 / (2 * 50e9 * 0.9))
+  held = roofline.resident_bytes(plan, work, 8192)["actor"]
+  assert held == roofline.num_params(m) * 2 / 4
+
+
 def test_each_mini_batch_ends_in_a_micro_batch_that_is_not_full():
   work = Work(episodes=1, turns=1, reference=False)
   one, four = (phase(plan_of(), "update", dataclasses.replace(work, minibatches=n)) for n in (1, 4))
