@@ -16,30 +16,15 @@ of a row, C tokens of a slot.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from ml_collections import ConfigDict
 
 from seed_jax import topologies
 from seed_jax.models import presets
+from seed_jax.topologies import CHIPS, GIB, Slice
 
-GIB = topologies.GIB
 SPARE = 0.07  # of a chip's memory, what the estimate leaves free
 MAX_ROW_SHARDS = 64  # 256 samples x 600 tokens / 2,560 tokens of a row = 60 rows of a mini-batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-  """memory: GiB that a program may use, as the TPU compiler states it when it refuses one; slices: the topologies."""
-
-  memory: float
-  slices: tuple[str, ...]
-
-
-CHIPS = {  # of seed_jax/topologies.py, from four chips on
-  name: Chip(chip.hbm / GIB, tuple(s for s in chip.shapes if topologies.parse(f"{name}:{s}").chips >= 4))
-  for name, chip in topologies.CHIPS.items()
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +63,14 @@ TABLE: dict[tuple[str, str], Shipped] = {
 MODELS = tuple(dict.fromkeys(model for model, _ in TABLE))
 
 
-def parse(topology: str) -> tuple[str, int]:
-  """("v5e", 16) of "v5e:4x4"; ValueError with the known ones for another."""
-  generation, _, shape = topology.partition(":")
-  if generation not in CHIPS or shape not in CHIPS[generation].slices:
-    known = "; ".join(f"{name}: {', '.join(chip.slices)}" for name, chip in CHIPS.items())
-    raise ValueError(f"topology {topology!r} is not shipped; choose CHIP:SHAPE of {known}")
-  return generation, math.prod(map(int, shape.split("x")))
+def slices(chip: str) -> list[Slice]:
+  """All slices of a kind of chip, the smallest first."""
+  return [topologies.parse(f"{chip}:{shape}") for shape in CHIPS[chip].shapes]
 
 
 def shipped() -> list[tuple[str, str]]:
   """All (model, topology) of the table."""
-  return [
-    (model, f"{chip}:{shape}")
-    for (model, chip), row in TABLE.items()
-    for shape in CHIPS[chip].slices
-    if row.fewest <= parse(f"{chip}:{shape}")[1]
-  ]
+  return [(m, s.name) for (m, chip), row in TABLE.items() for s in slices(chip) if s.chips >= row.fewest]
 
 
 def apply(c: ConfigDict, model: str, topology: str) -> None:
@@ -102,37 +78,37 @@ def apply(c: ConfigDict, model: str, topology: str) -> None:
 
   Raises ValueError for an unknown model or topology, and for a slice that cannot hold the model, with the numbers.
   """
-  chip, chips = parse(topology)
-  row = _row(model, chip)
-  settings(c, model, topology, row, chips)
-  if chips < row.fewest:
-    smallest = next(s for s in CHIPS[chip].slices if parse(f"{chip}:{s}")[1] >= row.fewest)
+  slice_ = topologies.parse(topology)
+  chip, row = slice_.chip, _row(model, slice_.chip.name)
+  settings(c, model, slice_, row)
+  if slice_.chips < row.fewest:
+    smallest = next(s for s in slices(chip.name) if s.chips >= row.fewest)
     parts = estimate(c)
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
     raise ValueError(
       f"{model} does not fit {topology}: about {sum(parts.values()):.1f} GiB a chip ({listed}), and of a chip's "
-      f"{CHIPS[chip].memory:.2f} GiB {(1 - SPARE) * CHIPS[chip].memory:.1f} are planned with; "
-      f"the smallest {chip} slice for it is {chip}:{smallest}"
+      f"{chip.hbm / GIB:.2f} GiB {(1 - SPARE) * chip.hbm / GIB:.1f} are planned with; "
+      f"the smallest {chip.name} slice for it is {smallest.name}"
     )
 
 
-def settings(c: ConfigDict, model: str, topology: str, row: Shipped, chips: int) -> None:
+def settings(c: ConfigDict, model: str, slice_: Slice, row: Shipped) -> None:
   """`apply` without its check."""
-  config = presets.get(model)
+  config, chips = presets.get(model), slice_.chips
   c.model.preset = model
   c.model.dtype = "bfloat16"  # of the products; parameters, norms, softmax and logits stay float32
   c.model.scan_layers = True
   c.model.remat = "dots_no_batch" if chips >= row.dots_from else "full"
 
-  tp = max(chips // MAX_ROW_SHARDS, row.tp)
+  tp = max(chips // MAX_ROW_SHARDS, min(row.tp, chips))
   while config.num_heads % tp:
     tp //= 2
   c.mesh.update(dict(data=1, fsdp=chips // tp, tp=tp))
-  a_host = topologies.parse(topology).host_chips
-  c.actor_mesh.update(dict(data=a_host // row.actor_tp, fsdp=1, tp=row.actor_tp))
+  actor_tp = min(row.actor_tp, slice_.host_chips)
+  c.actor_mesh.update(dict(data=slice_.host_chips // actor_tp, fsdp=1, tp=actor_tp))
 
   # an actor, of which there are chips / actor_tp, has a slot at the least
-  c.rollout.slots = max(min(row.slots * chips, 128), chips // row.actor_tp)
+  c.rollout.slots = max(min(row.slots * chips, 128), chips // actor_tp)
   c.train.optimizer.moment_dtype = "bfloat16" if chips < row.bf16_below else "float32"
   c.sft.optimizer.moment_dtype = c.train.optimizer.moment_dtype
   for section in (c.train, c.sft):  # one row a shard

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from configs import alfworld, tpu
-from seed_jax import main, run
+from seed_jax import main, preflight_plans, run, topologies
 from seed_jax.optimizer import make_optimizer
 from seed_jax.update import LossConfig
 
@@ -15,36 +15,37 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize("model, topology", tpu.shipped(), ids=map(",".join, tpu.shipped()))
 def test_a_shipped_preset_is_planned_within_a_chips_memory(model, topology):
   c = alfworld.get_config(f"{model},{topology}")
-  chip, chips = tpu.parse(topology)
-  assert c.mesh.data * c.mesh.fsdp * c.mesh.tp == chips
-  assert sum(tpu.estimate(c).values()) <= (1 - tpu.SPARE) * tpu.CHIPS[chip].memory
+  slice_ = topologies.parse(topology)
+  assert c.mesh.data * c.mesh.fsdp * c.mesh.tp == slice_.chips
+  assert sum(tpu.estimate(c).values()) * topologies.GIB <= (1 - tpu.SPARE) * slice_.chip.hbm
+  assert preflight_plans.plan_of(c, slice_).own_copy
   assert c.actor_mesh.data * c.actor_mesh.tp == (8 if topology in ("v5e:2x4", "v6e:2x4") else 4)
-  assert c.rollout.slots % (chips // c.actor_mesh.tp) == 0  # every actor has as many
+  assert c.rollout.slots % (slice_.chips // c.actor_mesh.tp) == 0  # every actor has as many
   assert c.model.dtype == "bfloat16" and c.model.scan_layers and c.model.remat in ("full", "dots_no_batch")
 
 
 def test_every_chip_is_shipped_from_a_few_chips_to_its_largest_slice():
   chips = {(model, t.partition(":")[0]): set() for model, t in tpu.shipped()}
   for model, topology in tpu.shipped():
-    chips[model, topology.partition(":")[0]].add(tpu.parse(topology)[1])
+    chips[model, topology.partition(":")[0]].add(topologies.parse(topology).chips)
   assert len(chips) == 12
   assert all(max(found) == (512 if chip in ("v4", "v5p") else 256) for (_, chip), found in chips.items())
 
 
 def test_what_is_left_out_would_not_fit_by_the_same_estimate():
   for (model, chip), row in tpu.TABLE.items():
-    smaller = [s for s in tpu.CHIPS[chip].slices if tpu.parse(f"{chip}:{s}")[1] < row.fewest]
-    for topology in (f"{chip}:{s}" for s in smaller):
+    for slice_ in (s for s in tpu.slices(chip) if s.chips < row.fewest):
       c = alfworld.get_config(f"{model},v5p:2x2x1")
-      tpu.settings(c, model, topology, row, tpu.parse(topology)[1])
-      assert sum(tpu.estimate(c).values()) > (1 - tpu.SPARE) * tpu.CHIPS[chip].memory, (model, topology)
+      tpu.settings(c, model, slice_, row)
+      assert sum(tpu.estimate(c).values()) * topologies.GIB > (1 - tpu.SPARE) * slice_.chip.hbm, (model, slice_.name)
 
 
 @pytest.mark.parametrize(
   "argument, message",
   [
     ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:8x8$"),
-    ("qwen2_5_7b,v5e-4", r"topology 'v5e-4' is not shipped; choose CHIP:SHAPE of v4: 2x2x1"),
+    ("qwen3_1_7b,v6e:1x1", r"qwen3_1_7b does not fit v6e:1x1: about 5\d\.\d GiB a chip .*v6e:2x2$"),
+    ("qwen2_5_7b,v5e-4", r"the topology 'v5e-4' is unknown; there are v4:\{2x2x1,"),
     ("qwen2_5_0_5b,v5e:2x2", r"model 'qwen2_5_0_5b' is not shipped for TPUs; choose one of qwen3_1_7b, "),
     ("qwen2_5_3b", r"'qwen2_5_3b' of configs/alfworld.py is not MODEL,TOPOLOGY\[,METHOD\]"),
     ("qwen2_5_3b,v5e:4x4,sed", r"sed"),
