@@ -1,16 +1,13 @@
 """Which slices of Cloud TPU a model is shipped for, and what a config must say there: meshes, remat, rows, slots.
 
-One table (`TABLE`) and one estimate of memory (`estimate`), from which a model that does not fit is refused before
-anything is compiled. The estimate is arithmetic on paper; what a slice really holds, its compiler says (stage
+One table (`TABLE`), from which a model that does not fit is refused before anything is compiled, with the estimate of
+memory of `seed_jax/roofline.py`. That is arithmetic on paper; what a slice really holds, its compiler says (stage
 `preflight`). A configuration is as follows.
 
 - Learner: parameters, both moments, the reference and the gradients lie over all chips, `fsdp` first. A mini-batch of
   256 samples of about 600 tokens fills 64 rows of 2,560 (longest prompt and response) and no more, so beyond 64 chips
   the rest are `tp`: more rows would be padding. `tp` may exceed the key/value heads; they are then repeated.
 - Actors: each host has a bfloat16 copy of its own over its chips, `data` x `tp`, and plays its share of the episodes.
-
-Shape legend: D model, N query heads, K key/value heads, H head size, F feed-forward, V vocabulary, L layers, T tokens
-of a row, C tokens of a slot.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from seed_jax import topologies
+from seed_jax import roofline, topologies
 from seed_jax.models import presets
 from seed_jax.topologies import CHIPS, GIB, Slice
 
-SPARE = 0.07  # of a chip's memory, what the estimate leaves free
+SPARE = 0.25  # of a chip's memory, what a shipped config leaves free by the estimate
 MAX_ROW_SHARDS = 64  # 256 samples x 600 tokens / 2,560 tokens of a row = 60 rows of a mini-batch
 
 
@@ -83,7 +80,7 @@ def apply(c: ConfigDict, model: str, topology: str) -> None:
   settings(c, model, slice_, row)
   if slice_.chips < row.fewest:
     smallest = next(s for s in slices(chip.name) if s.chips >= row.fewest)
-    parts = estimate(c)
+    parts = memory(c, slice_)
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
     raise ValueError(
       f"{model} does not fit {topology}: about {sum(parts.values()):.1f} GiB a chip ({listed}), and of a chip's "
@@ -115,40 +112,13 @@ def settings(c: ConfigDict, model: str, slice_: Slice, row: Shipped) -> None:
     section.micro_tokens = (chips // tp) * max(section.row_lengths)
 
 
-def estimate(c: ConfigDict) -> dict[str, float]:
-  """GiB a chip of what lies in memory while the policy is updated, by part.
+def memory(c: ConfigDict, slice_: Slice) -> dict[str, float]:
+  """GiB a chip of what lies in memory while the policy is updated, by part, as `roofline.memory` estimates it."""
+  from seed_jax import preflight_plans  # not above: it loads the trainer, and a config is read in moments
 
-  learner: 4 bytes a parameter for the parameters, the reference (with a KL term), the sum of gradients and those of a
-  micro-batch, and AdamW's two moments, over all chips. actor: 2 bytes a parameter over actor_tp. slots: keys and
-  values, 2 L K H C of 2 bytes each, twice as long as they grow from one capacity to the next. update: the head and
-  its gradient whole but for tp, the logits of a chunk, what remat keeps of every layer, and one layer's work.
-  """
-  m = presets.get(c.model.preset)
-  D, F, L, N, K, H, V = (
-    m.hidden_size,
-    m.intermediate_size,
-    m.num_layers,
-    m.num_heads,
-    m.num_kv_heads,
-    m.head_dim,
-    m.vocab_size,
-  )
-  size, tp, actor = m.num_parameters, c.mesh.tp, c.actor_mesh
-  chips = c.mesh.data * c.mesh.fsdp * tp
-  moments = {"float32": 8, "bfloat16": 4}[c.train.optimizer.moment_dtype]
-  learner = size * (4 * (3 + bool(c.train.loss.kl_coef)) + moments) / (c.mesh.fsdp * tp)
-  capacities = sum(
-    {*c.rollout.capacity_buckets, max(c.rollout.capacity, c.analysis.max_prompt + c.analysis.max_response)}
-  )
-  actors = chips // actor.tp
-  cache = 2 * L * max(K // actor.tp, 1) * H * capacities * 2 * -(-c.rollout.slots // actors)
-  T = max(c.train.row_lengths)
-  head = V * D // tp * (2 + 4 + 4) + 3 * 2**28  # bfloat16, its float32 gradient, and what their sum is made in
-  products = (2 * N * H + 2 * K * H + 2 * D + 2 * F) // tp if c.model.remat == "dots_no_batch" else 0
-  work = 4 * T * (4 * F + 4 * N * H) // tp + 16 * T * D + 2 * 2 * (3 * D * F + 2 * D * N * H) // tp
-  update = head + 2 * L * T * (D + products) + work
-  parts = {"learner": learner, "actor": 2 * size / actor.tp, "slots": cache, "update": update}
-  return {name: value / GIB for name, value in parts.items()}
+  plan, work = preflight_plans.plan_of(c, slice_), preflight_plans.work_of(c)
+  parts = roofline.memory(plan, work, preflight_plans.capacity_of(c))
+  return {name: size / GIB for name, size in parts.items()}
 
 
 def _row(model, chip) -> Shipped:

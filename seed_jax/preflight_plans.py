@@ -73,12 +73,17 @@ def work_of(config) -> Work:
   )
 
 
+def capacity_of(config) -> int:
+  """Tokens of a slot: a conversation's, or a request for a skill and its answer."""
+  return max(config.rollout.capacity, config.analysis.max_prompt + config.analysis.max_response)
+
+
 def training_of(config) -> Training:
   """All else that decides what is compiled."""
   c = config
   method, loss, model = methods.get(c.method), loss_config(c), preset_model(c)
   chain = optimizer.make_optimizer(optimizer_config(c.train.optimizer), c.train.iterations * c.train.minibatches)
-  capacity = max(c.rollout.capacity, c.analysis.max_prompt + c.analysis.max_response)
+  capacity = capacity_of(c)
   return Training(
     scoring=learn.Scoring(model, method, loss, c.train.rescore),
     step=update.make_update(model, update.MethodLoss(method, loss), chain, temperature=loss.temperature),

@@ -382,6 +382,11 @@ def update_bytes(plan: Plan) -> float:
   return gradients + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table + work
 
 
+def memory(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
+  """Bytes of a chip while the policy is updated, roughly, by part."""
+  return resident_bytes(plan, work, capacity) | {"update": update_bytes(plan)}
+
+
 def estimate(plan: Plan, work: Work, capacity: int) -> float:
-  """Bytes of a chip while the policy is updated, roughly, with 7 % that should be left."""
-  return (sum(resident_bytes(plan, work, capacity).values()) + update_bytes(plan)) * 1.07
+  """The sum of `memory`, with 7 % that should be left."""
+  return sum(memory(plan, work, capacity).values()) * 1.07

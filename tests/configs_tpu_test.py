@@ -5,11 +5,16 @@ import pathlib
 import pytest
 
 from configs import alfworld, tpu
-from seed_jax import main, preflight_plans, run, topologies
+from seed_jax import main, preflight_plans, roofline, run, topologies
 from seed_jax.optimizer import make_optimizer
 from seed_jax.update import LossConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def planned(c, slice_):
+  """The share of a chip's memory that the config takes by the estimate."""
+  return sum(tpu.memory(c, slice_).values()) * topologies.GIB / slice_.chip.hbm
 
 
 @pytest.mark.parametrize("model, topology", tpu.shipped(), ids=map(",".join, tpu.shipped()))
@@ -17,7 +22,7 @@ def test_a_shipped_preset_is_planned_within_a_chips_memory(model, topology):
   c = alfworld.get_config(f"{model},{topology}")
   slice_ = topologies.parse(topology)
   assert c.mesh.data * c.mesh.fsdp * c.mesh.tp == slice_.chips
-  assert sum(tpu.estimate(c).values()) * topologies.GIB <= (1 - tpu.SPARE) * slice_.chip.hbm
+  assert planned(c, slice_) <= 1 - tpu.SPARE
   assert preflight_plans.plan_of(c, slice_).own_copy
   assert c.actor_mesh.data * c.actor_mesh.tp == (8 if topology in ("v5e:2x4", "v6e:2x4") else 4)
   assert c.rollout.slots % (slice_.chips // c.actor_mesh.tp) == 0  # every actor has as many
@@ -32,19 +37,31 @@ def test_every_chip_is_shipped_from_a_few_chips_to_its_largest_slice():
   assert all(max(found) == (512 if chip in ("v4", "v5p") else 256) for (_, chip), found in chips.items())
 
 
-def test_what_is_left_out_would_not_fit_by_the_same_estimate():
+def test_what_is_left_out_leaves_less_room_by_the_same_estimate():
   for (model, chip), row in tpu.TABLE.items():
     for slice_ in (s for s in tpu.slices(chip) if s.chips < row.fewest):
       c = alfworld.get_config(f"{model},v5p:2x2x1")
       tpu.settings(c, model, slice_, row)
-      assert sum(tpu.estimate(c).values()) * topologies.GIB > (1 - tpu.SPARE) * slice_.chip.hbm, (model, slice_.name)
+      assert planned(c, slice_) > 1 - tpu.SPARE, (model, slice_.name)
+
+
+def test_the_estimate_that_refuses_is_that_of_preflight():
+  """Parts in the error's order; 7.6e9 parameters over four chips: 4 bytes each are 7.1 GiB."""
+  with pytest.raises(ValueError) as told:
+    alfworld.get_config("qwen2_5_7b,v5e:2x2")
+  c, slice_ = alfworld.get_config("qwen2_5_7b,v5e:8x8"), topologies.parse("v5e:2x2")
+  tpu.settings(c, "qwen2_5_7b", slice_, tpu.TABLE["qwen2_5_7b", "v5e"])
+  plan, work = preflight_plans.plan_of(c, slice_), preflight_plans.work_of(c)
+  parts = roofline.memory(plan, work, preflight_plans.training_of(c).capacity)
+  assert f"({', '.join(f'{name} {size / 2**30:.1f}' for name, size in parts.items())})" in str(told.value)
+  assert "(params 7.1, moments 14.2, " in str(told.value)
 
 
 @pytest.mark.parametrize(
   "argument, message",
   [
-    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 5\d\.\d GiB a chip \(learner 42\.6, .*v5e:8x8$"),
-    ("qwen3_1_7b,v6e:1x1", r"qwen3_1_7b does not fit v6e:1x1: about 5\d\.\d GiB a chip .*v6e:2x2$"),
+    ("qwen2_5_7b,v5e:2x2", r"qwen2_5_7b does not fit v5e:2x2: about 4\d\.\d GiB a chip \(params 7\.1, .*v5e:8x8$"),
+    ("qwen3_1_7b,v6e:1x1", r"qwen3_1_7b does not fit v6e:1x1: about 4\d\.\d GiB a chip .*v6e:2x2$"),
     ("qwen2_5_7b,v5e-4", r"the topology 'v5e-4' is unknown; there are v4:\{2x2x1,"),
     ("qwen2_5_0_5b,v5e:2x2", r"model 'qwen2_5_0_5b' is not shipped for TPUs; choose one of qwen3_1_7b, "),
     ("qwen2_5_3b", r"'qwen2_5_3b' of configs/alfworld.py is not MODEL,TOPOLOGY\[,METHOD\]"),
