@@ -28,7 +28,8 @@ OWN = {  # what of the memory that is taken throughout a program has among its o
   "prefill": ("actor", "cache"),
   "decode": ("actor", "cache"),
   "grow": ("cache",),
-  "reshard": ("params", "actor"),
+  "cast": ("params", "actor"),  # the old copy is gone by then, the new one is not there yet
+  "place": (),  # its array is counted among the actor's, too: an upper bound
 }
 
 
@@ -87,12 +88,17 @@ def check(plan: Plan, training: Training, names: Sequence[str], stamps, tell) ->
   for name, lower in every.items():
     if not names or name in names:
       tell(f"preflight: {name} on {plan.slice.name}")
-      yield compile_program(name, lower(), layers=layers, loops=LOOPS.get(name, 0), stamps=stamps)
+      options = dict(target=plan.slice.name, layers=layers, loops=LOOPS.get(name, 0), stamps=stamps)
+      yield compile_program(name, lower(), **options)
 
 
 def total_bytes(plan: Plan, work: Work, training: Training, program: Compiled) -> float:
-  """What a chip holds while a program runs: its own, and what else lies there through the whole iteration."""
+  """What a chip holds while a program runs: its own, and what else lies there through the whole iteration, or, while
+  arrays go to the actors, between two programs.
+  """
   held = roofline.resident_bytes(plan, work, training.capacity)
+  if program.name == "place":
+    held["cast"] = roofline.cast_bytes(plan)
   return program.peak + sum(size for name, size in held.items() if name not in OWN[program.name])
 
 

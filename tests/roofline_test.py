@@ -221,6 +221,31 @@ def test_scoring_passes_are_those_of_the_learner():
   assert score(**many) == pytest.approx(each * (1.2 * 1.75 + 1))
 
 
+def test_the_actors_copy_is_cast_and_received():
+  """3.086e9 weights over 16 chips, cast from 4 bytes to 2 and received by every chip, over two links of 50 GB/s; summed
+  instead where heads lie otherwise at the learner's."""
+  plan, n = plan_of(), roofline.num_params(presets.get("qwen2_5_3b"))
+  assert phase(plan, "cast").memory == pytest.approx(6 * n / 16 / (819e9 * 0.8))
+  assert phase(plan, "place").transfer == pytest.approx(2 * n * 15 / 16 / (2 * 50e9 * 0.9))
+  same = plan_of(tp=2)
+  assert phase(same, "place").transfer == pytest.approx(n * 7 / 8 / (2 * 50e9 * 0.9))
+  other = plan_of(tp=4)
+  assert phase(other, "place").transfer == pytest.approx(4 * n * 15 / 16 / (2 * 50e9 * 0.9))
+  names = [p.name for p in roofline.iteration(plan_of(own_copy=False, actor_fsdp=2), Work())]
+  assert "decode" in names and not {"cast", "place"} & set(names)
+
+
+def test_actors_that_store_their_weights_over_fsdp_gather_them_at_every_token():
+  plan = plan_of(actor_fsdp=2)
+  work = Work(episodes=128, turns=1, skills=False)
+  more = phase(plan, "decode", work).transfer - phase(plan_of(), "decode", work).transfer
+  m = plan.model
+  weights = 2 * (roofline.layer_params(m) + roofline.head_params(m)) / 2
+  assert more == pytest.approx(work.response * weights / 2 / (2 * 50e9 * 0.9))
+  held = roofline.resident_bytes(plan, work, 8192)["actor"]
+  assert held == roofline.num_params(m) * 2 / 4
+
+
 def test_each_mini_batch_ends_in_a_micro_batch_that_is_not_full():
   work = Work(episodes=1, turns=1, reference=False)
   one, four = (phase(plan_of(), "update", dataclasses.replace(work, minibatches=n)) for n in (1, 4))
@@ -234,3 +259,31 @@ def test_memory_of_a_chip_that_lies_there_all_the_time():
   assert gib == {"params": 0.72, "moments": 1.44, "reference": 0.72, "actor": 2.87, "cache": 1.12}
   halved = roofline.resident_bytes(plan_of(moment_bytes=2), Work(reference=False), capacity=8192)
   assert halved["moments"] == held["moments"] / 2 and halved["reference"] == 0
+
+
+@pytest.mark.parametrize(
+  "model, changes, compiled",
+  [
+    ("qwen2_5_3b", dict(remat="attention", slots=16), 11.70),
+    ("qwen2_5_3b", dict(slots=16), 10.53),
+    ("qwen2_5_7b", dict(topology="v6e:4x4", remat="dots", tp=2, rows=2, actor_tp=4, slots=16), 26.27),
+    ("qwen2_5_7b", dict(topology="v6e:4x4", actor_tp=4, slots=16), 20.00),
+  ],
+)
+def test_the_estimate_of_memory_is_a_little_more_than_the_compiler_says(model, changes, compiled):
+  """GiB of updates "with the rest", as docs/preflight.md has them."""
+  parts = roofline.memory(plan_of(model, gather_bytes=2, **changes), Work(), capacity=8192)
+  assert compiled <= sum(parts.values()) / 2**30 <= compiled + 0.65
+
+
+def test_memory_is_that_of_the_stage_that_takes_more():
+  """Stage 1 has no actors, and its longer rows keep more."""
+  plan = plan_of(remat="dots", slots=16)
+  short, long = (dataclasses.replace(plan, sft_length=n, sft_rows=16) for n in (2560, 8192))
+  stage_2 = roofline.memory(plan, Work(), 8192)
+  assert roofline.memory(short, Work(), 8192) == stage_2 and "actor" in stage_2
+  stage_1 = roofline.memory(long, Work(reference=False), 8192)
+  assert stage_1.keys() == {"params", "moments", "reference", "update"}
+  assert stage_1["update"] - stage_2["update"] >= roofline.kept_bytes(plan.model, 8192 - 2560)
+  assert sum(stage_1.values()) > 15.75 * 2**30 and not roofline.fits(long, Work(), 8192)
+  assert roofline.fits(plan_of(slots=16), Work(), 8192)

@@ -84,15 +84,14 @@ def actors():
 
 
 def slots_of_a_host(c, topology):
-  chips = tpu.parse(topology)[1]
-  return c.rollout.slots * c.actor_mesh.data * c.actor_mesh.tp // chips
+  return c.rollout.slots // topologies.parse(topology).hosts
 
 
 @pytest.mark.parametrize("model, topology", tpu.shipped(), ids=map(",".join, tpu.shipped()))
 def test_parameters_and_rows_divide_and_moments_lie_as_their_parameters(model, topology):
   c = alfworld.get_config(f"{model},{topology}")
   mesh, shape = mesh_of(c.mesh), run.preset_model(c)
-  assert mesh.size == tpu.parse(topology)[1]
+  assert mesh.size == topologies.parse(topology).chips
   params = placed(mesh, shape, jnp.float32)
   (row,) = run.row_shapes(c.train, sharding.num_row_shards(mesh))
   assert row.rows % sharding.num_row_shards(mesh) == 0 and row.rows <= max(64, sharding.num_row_shards(mesh))
