@@ -95,6 +95,7 @@ def settings(c: ConfigDict, model: str, slice_: Slice, row: Shipped) -> None:
   c.model.preset = model
   c.model.dtype = "bfloat16"  # of the products; parameters, norms, softmax and logits stay float32
   c.model.scan_layers = True
+  c.preflight.fewest = row.fewest  # what is refused here is not recommended there
 
   tp = max(chips // MAX_ROW_SHARDS, min(row.tp, chips))
   while config.num_heads % tp:

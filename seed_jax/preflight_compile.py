@@ -54,8 +54,8 @@ def compile_program(
   parts = [FORMAT, *versions(), target, str(layers), str(loops), lowered.as_text()]
   key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
   path = None if stamps is None else epath.Path(stamps) / f"{key}.json"
-  if path is not None and path.exists():
-    return dataclasses.replace(Compiled(**read_json(path)), again=True)
+  if path is not None and path.exists() and (known := _known(path)):
+    return known
   started = time.monotonic()
   try:
     compiled = lowered.compile()
@@ -80,6 +80,18 @@ def compile_program(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, dataclasses.asdict(found))
   return found
+
+
+def _known(path: epath.Path) -> Compiled | None:
+  """What a stamp says; None where it is not whole: its program is compiled again, and the stamp written anew."""
+  try:
+    found = Compiled(**read_json(path))
+  except (ValueError, TypeError):  # no JSON; not an object of these fields
+    return None
+  kinds = {"name": str, "counts": dict, "again": bool, "received": (int, float), "seconds": (int, float)}
+  whole = all(isinstance(value, kinds.get(name, int)) for name, value in vars(found).items())
+  whole = whole and all(isinstance(count, int) for count in found.counts.values())
+  return dataclasses.replace(found, again=True) if whole and found.peak > 0 else None
 
 
 def versions() -> list[str]:

@@ -21,7 +21,7 @@ from seed_jax.workdir import ConfigError
 
 
 def plan_of(config, slice_: Slice) -> Plan:
-  """The meshes and sizes of a config on a slice; ValueError where they are not of one size."""
+  """The meshes and sizes of a config on a slice; ValueError where they are not of one size, or of none."""
   c, mesh = config, config.mesh
   chips = mesh.data * mesh.fsdp * mesh.tp
   if chips != slice_.chips:
@@ -53,6 +53,20 @@ def plan_of(config, slice_: Slice) -> Plan:
     slots=max(math.ceil(c.rollout.slots / slice_.hosts / row_shards), 1) * row_shards,
     moment_bytes=2 if c.train.optimizer.moment_dtype == "bfloat16" else 4,
   )
+
+
+def check_sizes(config) -> None:
+  """Raises ConfigError for numbers of which there is no plan."""
+  if config.rollout.slots < 1:
+    raise ConfigError(f"config.rollout.slots={config.rollout.slots}: nothing is sampled without a slot; give 1 or more")
+  for name in ("sft", "train"):
+    tokens, longest = config[name].micro_tokens, max(config[name].row_lengths)
+    if tokens < longest:
+      raise ConfigError(
+        f"config.{name}.micro_tokens={tokens} is less than a row of {longest} tokens; give that or more"
+      )
+  if config.preflight.price < 0:
+    raise ConfigError(f"config.preflight.price={config.preflight.price} is negative; give dollars a chip-hour, or 0")
 
 
 def longest_rows(config, section: str = "train") -> RowShape:
@@ -176,41 +190,54 @@ def slices(plan: Plan) -> list[Slice]:
 
 
 def on_slice(plan: Plan, slice_: Slice) -> Plan:
-  """The plan on another slice of the same chip: as many rows and slots a chip, `fsdp` as wide as it gets."""
+  """The plan on another slice of the same chip: as many rows and slots a chip, `fsdp` as wide as it gets. Every row
+  shard of a host has a slot at the least. On its own slice the plan is what it was.
+  """
+  if slice_ == plan.slice:
+    return plan
   fsdp = slice_.chips // (plan.data * plan.tp)
   rows, sft_rows = (n // plan.row_chips * plan.data * fsdp for n in (plan.rows, plan.sft_rows))
-  slots = max(plan.slots // plan.slice.host_chips, 1) * slice_.host_chips
-  actor = dict(actor_fsdp=fsdp)  # of one host, on the learner's mesh
+  actor, copies = dict(actor_fsdp=fsdp), fsdp * plan.data  # of one host, on the learner's mesh
   if plan.own_copy or slice_.hosts > 1:
     tp = math.gcd(plan.actor_tp, slice_.host_chips)
     inner = math.gcd(plan.actor_fsdp, slice_.host_chips // tp) if plan.own_copy else 1
-    actor = dict(actor_fsdp=inner, actor_tp=tp, own_copy=True)
+    actor, copies = dict(actor_fsdp=inner, actor_tp=tp, own_copy=True), slice_.host_chips // tp
+  slots = max(plan.slots * slice_.host_chips // (plan.slice.host_chips * copies), 1) * copies
   sizes = dict(rows=rows, sft_rows=sft_rows, slots=slots)
   return dataclasses.replace(plan, slice=slice_, fsdp=fsdp, update_received=0.0, **sizes, **actor)
 
 
-def fewest_chips(plan: Plan, work: Work, capacity: int) -> Slice | None:
-  """The smallest slice of the same chip that, by the estimate, holds the model with full remat, one row a shard and one
-  slot for every copy of the weights.
+def fewest_chips(plan: Plan, work: Work, capacity: int, *, least: int = 0) -> Slice | None:
+  """The smallest slice of the same chip, of `least` chips or more, that by the estimate holds the model with full
+  remat, one row a shard and one slot for every copy of the weights, and leaves `roofline.SPARE` of its memory free.
   """
   model = dataclasses.replace(plan.model, remat="full")
+  one = dict(model=model, rows=plan.row_chips, sft_rows=plan.row_chips if plan.sft_rows else 0)
   for slice_ in slices(plan):
-    least = on_slice(dataclasses.replace(plan, model=model, rows=plan.row_chips), slice_)
+    smallest = on_slice(dataclasses.replace(plan, **one), slice_)
     for tp in _actor_tps(plan, slice_):
-      small = dataclasses.replace(with_actors(least, tp), slots=slice_.host_chips // tp)
-      if roofline.fits(small, work, capacity):
+      small = dataclasses.replace(with_actors(smallest, tp), slots=slice_.host_chips // tp)
+      if slice_.chips >= least and roofline.fits(small, work, capacity):
         return slice_
   return None
 
 
-def scaling(plan: Plan, work: Work, *, least: int = 16, most: int = 512) -> Iterator[dict]:
-  """The same plan on slices of `least` to `most` chips, nothing compiled: as many episodes a chip (weak scaling), and
-  the same episodes on all (strong scaling).
+def fitted(plan: Plan, work: Work, capacity: int) -> Plan | None:
+  """The plan, or, where it leaves too little free by the estimate, that with the fastest policy of remat that does."""
+  others = (dataclasses.replace(plan, model=dataclasses.replace(plan.model, remat=remat)) for remat in REMAT)
+  kept = lambda p: roofline.kept_bytes(p.model, 1)  # noqa: E731
+  less = sorted((p for p in others if kept(p) < kept(plan)), key=kept, reverse=True)
+  return next((p for p in (plan, *less) if roofline.fits(p, work, capacity)), None)
+
+
+def scaling(plan: Plan, work: Work, capacity: int, *, least: int = 16, most: int = 512) -> Iterator[dict]:
+  """The same plan on the slices of `least` to `most` chips that hold it (`fitted`), nothing compiled: as many episodes
+  a chip (weak scaling), and the same episodes on all (strong scaling). Its own slice is as it is planned.
   """
   for slice_ in slices(plan):
-    if not least <= slice_.chips <= most:
+    other = plan if slice_ == plan.slice else fitted(on_slice(plan, slice_), work, capacity)
+    if other is None or not least <= slice_.chips <= most:
       continue
-    other = on_slice(plan, slice_)
     more = dataclasses.replace(work, episodes=max(work.episodes * slice_.chips // plan.slice.chips, 1))
     phases = roofline.iteration(other, more)
     learning = next(phase for phase in phases if phase.name == "update")

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from configs import alfworld
+from configs import alfworld, tpu
 from seed_jax import main, preflight_compile, preflight_plans, preflight_table, roofline, topologies
 from seed_jax import preflight as stage
 from seed_jax.models.config import REMAT
+from seed_jax.preemption import Notice, Preempted
 from seed_jax.preflight_compile import GIB, Compiled, collectives, compile_program, memory_needed
 from seed_jax.workdir import ConfigError
 
@@ -126,6 +127,55 @@ def test_nothing_is_compiled_twice(monkeypatch, tmp_path):
   assert lowered.compiled == 3
 
 
+@pytest.mark.parametrize("text", ["", '{"name": "upd', "[]", "null", '{"peak": 1}', "peak", "counts"])
+def test_a_damaged_stamp_is_compiled_again(monkeypatch, tmp_path, text):
+  monkeypatch.setattr(preflight_compile, "versions", lambda: ["compiler 1"])
+  lowered, options = Lowered(), dict(target="v5e:4x4", stamps=tmp_path)
+  whole = compile_program("update", lowered, **options)
+  (stamp,) = tmp_path.glob("*.json")
+  told = json.loads(stamp.read_text())
+  wrong = {"peak": "20", "counts": {"all-gather": None}}
+  stamp.write_text(json.dumps(told | {text: wrong[text]}) if text in wrong else text)
+  again = compile_program("update", lowered, **options)
+  assert lowered.compiled == 2 and not again.again and again.peak == whole.peak
+  assert compile_program("update", lowered, **options).again and lowered.compiled == 2  # it was written anew
+
+
+def test_a_notice_ends_it_between_two_programs(monkeypatch, tmp_path):
+  """The first is compiled when the notice comes; it is kept, and the second is not begun."""
+  notice, compiled = Notice(), []
+
+  def compile_one(name, lowered, **options):
+    compiled.append(name)
+    notice.give("SIGTERM")
+    return Compiled(name, peak=GIB, arguments=0)
+
+  monkeypatch.setattr(stage, "compile_program", compile_one)
+  monkeypatch.setattr(stage, "programs", lambda plan, training: dict.fromkeys(("score", "update"), lambda: None))
+  monkeypatch.setattr(topologies, "compile_only", lambda needed: None)
+  run = stage.Preflight(case()[0], tmp_path, topology="v5e:4x4", notice=notice)
+  with pytest.raises(Preempted, match="SIGTERM"):
+    stage.run_preflight(run)
+  assert compiled == ["score"]
+
+
+@pytest.mark.parametrize(
+  "changes, told",
+  [
+    ({"rollout.slots": 0}, "config.rollout.slots=0: nothing is sampled without a slot; give 1 or more"),
+    ({"train.micro_tokens": 1}, "config.train.micro_tokens=1 is less than a row of 2560 tokens; give that or more"),
+    ({"sft.micro_tokens": 0}, "config.sft.micro_tokens=0 is less than a row of 8192 tokens"),
+    ({"preflight.price": -3.0}, "config.preflight.price=-3.0 is negative; give dollars a chip-hour, or 0"),
+  ],
+)
+def test_numbers_of_which_there_is_no_plan_are_refused(monkeypatch, tmp_path, changes, told):
+  monkeypatch.setattr(topologies, "compile_only", lambda needed: None)
+  run = stage.Preflight(case(**changes)[0], tmp_path / "w", topology="v5e:4x4")
+  with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
+    run.open()
+  assert not (tmp_path / "w").exists()
+
+
 def case(argument="qwen2_5_3b,v5e:4x4", **changes):
   c = alfworld.get_config(argument)
   c.update_from_flattened_dict(changes)
@@ -213,6 +263,46 @@ def test_the_smallest_slice_by_the_estimate():
   assert preflight_plans.fewest_chips(plan, with_more, capacity=8192).chips <= least.chips
 
 
+@pytest.mark.parametrize("model, topology", tpu.shipped(), ids=map(",".join, tpu.shipped()))
+def test_no_slice_is_named_that_the_config_refuses(model, topology):
+  c, plan, work = case(f"{model},{topology}")
+  training = dataclasses.make_dataclass("Training", ["capacity"])(preflight_plans.capacity_of(c))
+  result = stage.summary(plan, work, training, {}, price=0.0, least=c.preflight.fewest)
+  offered = {t for m, t in tpu.shipped() if m == model}
+  named = [row["topology"] for row in result["scaling"]]
+  assert set(named) <= offered and (plan.slice.chips < 16 or topology in named)
+  assert tpu.TABLE[model, plan.slice.chip.name].fewest <= result["chips_needed"] <= plan.slice.chips
+
+
+def test_a_config_that_was_changed_names_no_refused_slice_either():
+  """Without a reference and with moments in bfloat16 the estimate would allow 3B eight v5e chips."""
+  c, plan, work = case(**{"train.loss.kl_coef": 0.0, "train.optimizer.moment_dtype": "bfloat16"})
+  short = dataclasses.replace(plan, sft_rows=0)
+  assert preflight_plans.fewest_chips(short, work, 8192).chips == 8
+  assert preflight_plans.fewest_chips(short, work, 8192, least=c.preflight.fewest).chips == 16
+  assert min(row["chips"] for row in preflight_plans.scaling(short, work, 8192, least=c.preflight.fewest)) == 16
+
+
+@pytest.mark.parametrize("slots", [8, 16, 64])
+def test_the_own_slice_of_the_scaling_is_the_prediction(slots):
+  c, plan, work = case(**{"rollout.slots": slots})
+  plan = dataclasses.replace(plan, update_received=9e9)  # as compiled
+  assert preflight_plans.on_slice(plan, plan.slice) == plan
+  row = next(row for row in preflight_plans.scaling(plan, work, 8192) if row["topology"] == "v5e:4x4")
+  assert row["seconds"] == row["strong_seconds"] == preflight_plans.seconds(plan, work)
+  more = preflight_plans.on_slice(plan, topologies.parse("v5e:8x8"))
+  assert more.slots * more.slice.hosts == max(slots, 8) * 4  # two copies on each of four hosts have a slot at the least
+
+
+def test_a_slice_with_less_room_is_told_with_a_policy_that_fits():
+  _, plan, work = case("qwen2_5_3b,v5e:8x8")
+  four = preflight_plans.on_slice(plan, topologies.parse("v5e:4x4"))
+  assert plan.model.remat == "attention_gate"
+  assert preflight_plans.fitted(plan, work, 8192) == plan
+  assert preflight_plans.fitted(four, work, 8192).model.remat == "attention"
+  assert preflight_plans.fitted(preflight_plans.on_slice(plan, topologies.parse("v5e:2x2")), work, 8192) is None
+
+
 def test_memory_counts_what_else_lies_there():
   c, plan, work = case()
   training = preflight_plans.training_of(c)
@@ -237,9 +327,20 @@ def test_what_does_not_fit_is_told_with_advice():
   )
 
 
+def test_the_tables_are_a_hundred_columns_wide_and_say_what_is_predicted():
+  _, plan, work = case("qwen2_5_7b,v5p:8x8x8")
+  training = preflight_plans.training_of(alfworld.get_config("qwen2_5_7b,v5p:8x8x8"))
+  counts = dict.fromkeys(preflight_compile.OPS, 12_345)
+  found = {name: Compiled(name, 90 * GIB, 0, counts=counts, received=123e9, seconds=1234.0) for name in stage.OWN}
+  text = preflight_table.text(stage.summary(plan, work, training, found, price=4.2))
+  assert max(map(len, text.splitlines())) <= 100
+  assert re.search(r"^predicted +seconds +compute", text, re.MULTILINE)
+  assert re.search(r"^update +114\.55 +12345 +12345", text, re.MULTILINE)
+
+
 def test_scaling_names_the_term_that_dominates():
   _, plan, work = case("qwen2_5_7b,v5p:4x4x4")
-  rows = list(preflight_plans.scaling(plan, work))
+  rows = list(preflight_plans.scaling(plan, work, 8192))
   assert [row["chips"] for row in rows] == [16, 32, 64, 128, 256, 512]
   assert all(row["episodes"] == 2 * row["chips"] and re.fullmatch(r"\w+ \(\w+\)", row["dominates"]) for row in rows)
   strong = [row["strong_seconds"] for row in rows]
