@@ -336,7 +336,8 @@ def update_bytes(plan: Plan) -> float:
   head as it is gathered, its gradient in float32 and the logits of a chunk; and one layer's work, its weights and
   their gradients.
 
-  What the compiler says of updates of 7B on v6e:4x4 and 3B on v5e:4x4 is up to 0.65 GiB less (tests/roofline_test.py).
+  What the compiler says of updates of 7B on v6e:4x4 and v5p:4x4x4 and of 3B on v5e:4x4 is up to 0.65 GiB less
+  (tests/roofline_test.py).
   """
   m, tp = plan.model, plan.tp
   tokens = plan.rows * plan.row_length / plan.row_chips
