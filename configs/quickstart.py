@@ -128,9 +128,10 @@ def get_config(method: str = "seed") -> ConfigDict:
   c.library.update(dict(top_k=2, max_mistakes=1, max_tokens=64, build=ConfigDict(dict(per_family=6, general=12))))
 
   # Stage `preflight`: dollars per chip-hour (0: unknown); which programs are compiled, as "update,decode" (empty: all;
-  # "none": predictions alone); how many other choices it compiles where they do not fit; mean numbers of tokens to
-  # predict with, see roofline.Work.
-  c.preflight = ConfigDict(dict(price=0.0, programs="", tries=6, prompt=30.0, response=6.0))
+  # "none": predictions alone); how many other choices it compiles where they do not fit; chips of the
+  # smallest slice that it may name (where the config refuses smaller ones); mean numbers of tokens to predict with, see
+  # roofline.Work.
+  c.preflight = ConfigDict(dict(price=0.0, programs="", tries=6, fewest=1, prompt=30.0, response=6.0))
   c.preflight.update(dict(analysis_prompt=250.0, analysis_response=40.0, environment_seconds=0.001))
 
   # Stage `compare`: every arm with every seed, all arms of a seed from one SFT checkpoint, measured on train.panel.

@@ -7,7 +7,7 @@ and refuses what does not fit. Seconds are predicted from counts (`roofline`), n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from etils import epath
@@ -28,7 +28,8 @@ OWN = {  # what of the memory that is taken throughout a program has among its o
   "prefill": ("actor", "cache"),
   "decode": ("actor", "cache"),
   "grow": ("cache",),
-  "reshard": ("params", "actor"),
+  "cast": ("params", "actor"),  # the old copy is gone by then, the new one is not there yet
+  "place": (),  # its array is counted among the actor's, too: an upper bound
 }
 
 
@@ -49,6 +50,7 @@ class Preflight(Workdir):
 
   def check(self) -> None:
     """Raises ConfigError or ValueError for a config that has no plan on the slice."""
+    plans.check_sizes(self.config)
     plans.plan_of(self.config, self.slice)
     plans.work_of(self.config)
 
@@ -63,13 +65,14 @@ def run_preflight(run: Preflight) -> dict:
   c = run.config.preflight
   plan, work, training = plans.plan_of(run.config, run.slice), plans.work_of(run.config), plans.training_of(run.config)
   names = [name for name in c.programs.split(",") if name]
-  compiled = [] if c.programs == NOTHING else check(plan, training, names, run.stamps, say)
+  between = run.notice.check
+  compiled = [] if c.programs == NOTHING else check(plan, training, names, run.stamps, say, between)
   found = {program.name: program for program in compiled}
   if "update" in found:
     plan = dataclasses.replace(plan, update_received=found["update"].received)
-  result = summary(plan, work, training, found, price=c.price)
+  result = summary(plan, work, training, found, price=c.price, least=c.fewest)
   if result["fits"] is False:
-    result["advice"] = advice(plan, work, training, names, c.tries, run.stamps, say)
+    result["advice"] = advice(plan, work, training, names, c.tries, run.stamps, say, between, least=c.fewest)
   print(preflight_table.text(result), flush=True)
   run.finish("preflight", result)
   if result["fits"] is False:
@@ -77,8 +80,12 @@ def run_preflight(run: Preflight) -> dict:
   return result
 
 
-def check(plan: Plan, training: Training, names: Sequence[str], stamps, tell) -> Iterator[Compiled]:
-  """The programs of these names (none: all) through the compiler, one by one."""
+def check(
+  plan: Plan, training: Training, names: Sequence[str], stamps, tell, between: Callable[[], None] = lambda: None
+) -> Iterator[Compiled]:
+  """The programs of these names (none: all) through the compiler, one by one; `between` is called before each and may
+  raise. What is compiled by then is kept in `stamps`.
+  """
   layers = plan.model.num_layers if plan.model.scan_layers else 1
   every = programs(plan, training)
   unknown = sorted(set(names) - set(every))
@@ -86,17 +93,34 @@ def check(plan: Plan, training: Training, names: Sequence[str], stamps, tell) ->
     raise ConfigError(f"config.preflight.programs: {unknown[0]!r} is no program; there are {', '.join(every)}")
   for name, lower in every.items():
     if not names or name in names:
+      between()
       tell(f"preflight: {name} on {plan.slice.name}")
-      yield compile_program(name, lower(), layers=layers, loops=LOOPS.get(name, 0), stamps=stamps)
+      options = dict(target=plan.slice.name, layers=layers, loops=LOOPS.get(name, 0), stamps=stamps)
+      yield compile_program(name, lower(), **options)
 
 
 def total_bytes(plan: Plan, work: Work, training: Training, program: Compiled) -> float:
-  """What a chip holds while a program runs: its own, and what else lies there through the whole iteration."""
+  """What a chip holds while a program runs: its own, and what else lies there through the whole iteration, or, while
+  arrays go to the actors, between two programs.
+  """
   held = roofline.resident_bytes(plan, work, training.capacity)
+  if program.name == "place":
+    held["cast"] = roofline.cast_bytes(plan)
   return program.peak + sum(size for name, size in held.items() if name not in OWN[program.name])
 
 
-def advice(plan: Plan, work: Work, training: Training, names: Sequence[str], tries: int, stamps, tell) -> dict:
+def advice(
+  plan: Plan,
+  work: Work,
+  training: Training,
+  names: Sequence[str],
+  tries: int,
+  stamps,
+  tell,
+  between: Callable[[], None] = lambda: None,
+  *,
+  least: int = 0,
+) -> dict:
   """The fastest change of remat, rows, slots or actors that the compiler accepts, else the smallest slice that may do.
 
   At most `tries` changes are compiled, in the order of their predicted seconds, each up to what does not fit.
@@ -106,18 +130,20 @@ def advice(plan: Plan, work: Work, training: Training, names: Sequence[str], tri
     options = plans.settings(plan, other)
     tell("preflight: does it fit with " + " ".join(options) + "?")
     changed = plans.retrained(training, other)
-    compiled = check(other, changed, names, stamps, lambda text: None)
+    compiled = check(other, changed, names, stamps, lambda text: None, between)
     if all(total_bytes(other, work, changed, program) <= plan.slice.chip.hbm for program in compiled):
       return {"text": "it fits with " + " ".join(options), "options": options}
-  fewest = plans.fewest_chips(plan, work, training.capacity)
+  fewest = plans.fewest_chips(plan, work, training.capacity, least=least)
   larger = f"{fewest.name} ({fewest.chips} chips) is the smallest slice for it" if fewest else "no slice holds it"
   said = f"of {len(others)} other choices of remat, rows, slots and actors {min(len(others), tries)} were compiled"
   return {"text": f"{said} and none fits; by the estimate {larger}", "options": []}
 
 
-def summary(plan: Plan, work: Work, training: Training, found: dict[str, Compiled], *, price: float) -> dict:
+def summary(
+  plan: Plan, work: Work, training: Training, found: dict[str, Compiled], *, price: float, least: int = 0
+) -> dict:
   """preflight.json: memory by program, predicted seconds by phase, and what an iteration costs at `price` dollars a
-  chip-hour.
+  chip-hour. No slice of fewer chips than `least` is named, where the config's argument refuses those.
   """
   limit = plan.slice.chip.hbm
   held = roofline.resident_bytes(plan, work, training.capacity)
@@ -138,7 +164,7 @@ def summary(plan: Plan, work: Work, training: Training, found: dict[str, Compile
       "known": program.again,
     }
   total = sum(phase.seconds for phase in phases.values())
-  fewest = plans.fewest_chips(plan, work, training.capacity)
+  fewest = plans.fewest_chips(plan, work, training.capacity, least=least)
   return {
     "fits": all(row["fits"] for row in rows.values()) if rows else None,
     "topology": plan.slice.name,
@@ -154,7 +180,7 @@ def summary(plan: Plan, work: Work, training: Training, found: dict[str, Compile
     "chips_needed": fewest.chips if fewest else None,
     "cost_per_iteration": total / 3600 * plan.slice.chips * price if price else None,
     "work": dataclasses.asdict(work),
-    "scaling": list(plans.scaling(plan, work)),
+    "scaling": list(plans.scaling(plan, work, training.capacity, least=max(least, 16))),
   }
 
 

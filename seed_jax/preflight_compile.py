@@ -18,7 +18,7 @@ GIB = 2**30
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 LINE = re.compile(r"= (?P<shape>.*?) (?P<op>" + "|".join(OPS) + r")(?:-start)?\(")
-FORMAT = "2"  # of a stamp; another one where this file reads a compiler's answer differently
+FORMAT = "3"  # of a stamp; another one where this file reads a compiler's answer differently
 CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
 
 
@@ -37,18 +37,25 @@ class Compiled:
 
 
 def compile_program(
-  name: str, lowered: jax.stages.Lowered, *, layers: int = 1, loops: int = 0, stamps: epath.Path | None = None
+  name: str,
+  lowered: jax.stages.Lowered,
+  *,
+  target: str,
+  layers: int = 1,
+  loops: int = 0,
+  stamps: epath.Path | None = None,
 ) -> Compiled:
-  """Compiles, or finds what the same text and the same versions gave before, in DIR/<hash>.json of `stamps`.
+  """Compiles, or finds what the same text gave before with the same versions for the same target, a slice's name, in
+  DIR/<hash>.json of `stamps`.
 
   Collectives are those of one call, or, with `loops` = 1, of one pass of its outermost loop (a micro-batch, a sampled
   token); what lies in a loop within counts `layers` times. Raises what the compiler raises, but for want of memory.
   """
-  text = lowered.as_text()
-  key = hashlib.sha256("\n".join([FORMAT, *versions(), str(layers), str(loops), text]).encode()).hexdigest()[:32]
+  parts = [FORMAT, *versions(), target, str(layers), str(loops), lowered.as_text()]
+  key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
   path = None if stamps is None else epath.Path(stamps) / f"{key}.json"
-  if path is not None and path.exists():
-    return dataclasses.replace(Compiled(**read_json(path)), again=True)
+  if path is not None and path.exists() and (known := _known(path)):
+    return known
   started = time.monotonic()
   try:
     compiled = lowered.compile()
@@ -73,6 +80,18 @@ def compile_program(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, dataclasses.asdict(found))
   return found
+
+
+def _known(path: epath.Path) -> Compiled | None:
+  """What a stamp says; None where it is not whole: its program is compiled again, and the stamp written anew."""
+  try:
+    found = Compiled(**read_json(path))
+  except (ValueError, TypeError):  # no JSON; not an object of these fields
+    return None
+  kinds = {"name": str, "counts": dict, "again": bool, "received": (int, float), "seconds": (int, float)}
+  whole = all(isinstance(value, kinds.get(name, int)) for name, value in vars(found).items())
+  whole = whole and all(isinstance(count, int) for count in found.counts.values())
+  return dataclasses.replace(found, again=True) if whole and found.peak > 0 else None
 
 
 def versions() -> list[str]:
@@ -113,7 +132,7 @@ def collectives(text: str, *, layers: int = 1, loops: int = 0) -> tuple[dict[str
     scatter = "all-reduce-scatter" in where  # how the compiler writes a reduce-scatter
     kind = "reduce-scatter" if scatter else op
     counts[kind] = counts.get(kind, 0) + times
-    received += times * _received(kind, scatter, _bytes(found["shape"]), _group(line))
+    received += times * _received(kind, scatter, _result_bytes(line, op, found["shape"]), _group(line))
   return counts, received
 
 
@@ -124,6 +143,15 @@ def _received(op, whole, size, n):
   if op == "reduce-scatter" and not whole:
     return size * (n - 1)
   return size if op == "collective-permute" else size * (n - 1) / n
+
+
+def _result_bytes(line: str, op: str, shape: str) -> float:
+  """Of what a collective gives. The start of one that runs beside others names operands and results."""
+  size = _bytes(shape)
+  if f" {op}-start(" not in line or op not in ("all-gather", "collective-permute"):
+    return size
+  n = _group(line) if op == "all-gather" else 1
+  return size * n / (n + 1)
 
 
 def _bytes(shape: str) -> int:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from seed_jax import decode, learn, methods, optimizer, roofline, topologies, update
+from seed_jax import actors, decode, learn, methods, optimizer, roofline, topologies, update
 from seed_jax.batching import RowShape
 from seed_jax.models.config import REMAT
 from seed_jax.preflight_programs import Training
@@ -21,46 +21,57 @@ from seed_jax.workdir import ConfigError
 
 
 def plan_of(config, slice_: Slice) -> Plan:
-  """The meshes and sizes of a config on a slice; ConfigError where they are not of one size."""
-  c, mesh, actors = config, config.mesh, config.actor_mesh
+  """The meshes and sizes of a config on a slice; ValueError where they are not of one size, or of none."""
+  c, mesh = config, config.mesh
   chips = mesh.data * mesh.fsdp * mesh.tp
   if chips != slice_.chips:
     raise ConfigError(
       f"config.mesh {mesh.data}x{mesh.fsdp}x{mesh.tp} (data, fsdp, tp) has {chips} chips and {slice_.name} has "
       f"{slice_.chips}: choose the config's argument or config.mesh for this slice"
     )
-  actor_tp = actors.tp or math.gcd(mesh.tp, slice_.host_chips)  # as actors.actor_mesh has it
-  if actors.fsdp != 1 or slice_.host_chips % actor_tp:
-    raise ConfigError(
-      f"config.actor_mesh (fsdp={actors.fsdp}, tp={actor_tp}) does not lie within a host of {slice_.host_chips} chips"
-    )
-  copies = slice_.host_chips // actor_tp
-  if actors.data not in (0, copies):
-    raise ConfigError(
-      f"config.actor_mesh: data={actors.data}, tp={actor_tp} is not a mesh of the {slice_.host_chips} chips of a host; "
-      f"choose data={copies}"
-    )
-  shape = longest_rows(c)
+  learner = dict(data=mesh.data, fsdp=mesh.fsdp, tp=mesh.tp)
+  own = actors.actor_shape(learner, slice_.hosts, c.get("actor_mesh"))
+  actor = learner if own is None else own
+  row_shards = actor["data"] * actor["fsdp"]
+  shape, sft = longest_rows(c), longest_rows(c, "sft")
   return Plan(
     model=preset_model(c),
     slice=slice_,
     data=mesh.data,
     fsdp=mesh.fsdp,
     tp=mesh.tp,
-    actor_tp=actor_tp,
+    actor_tp=actor["tp"],
+    actor_fsdp=actor["fsdp"],
+    own_copy=own is not None,
     row_length=shape.length,
     responses=shape.responses,
     widening=max(shape.skill_length, shape.length) / shape.length,
     rows=shape.rows,
-    # config.rollout.slots are those of all hosts, and every copy of the weights has equally many
-    slots=max(math.ceil(c.rollout.slots / slice_.hosts / copies), 1) * copies,
+    sft_length=sft.length,
+    sft_rows=sft.rows,
+    # config.rollout.slots are those of all hosts, and every row shard of a host has equally many
+    slots=max(math.ceil(c.rollout.slots / slice_.hosts / row_shards), 1) * row_shards,
     moment_bytes=2 if c.train.optimizer.moment_dtype == "bfloat16" else 4,
   )
 
 
-def longest_rows(config) -> RowShape:
-  """The row shape of training that takes most memory."""
-  return max(row_shapes(config.train, config.mesh.data * config.mesh.fsdp), key=lambda shape: shape.length)
+def check_sizes(config) -> None:
+  """Raises ConfigError for numbers of which there is no plan."""
+  if config.rollout.slots < 1:
+    raise ConfigError(f"config.rollout.slots={config.rollout.slots}: nothing is sampled without a slot; give 1 or more")
+  for name in ("sft", "train"):
+    tokens, longest = config[name].micro_tokens, max(config[name].row_lengths)
+    if tokens < longest:
+      raise ConfigError(
+        f"config.{name}.micro_tokens={tokens} is less than a row of {longest} tokens; give that or more"
+      )
+  if config.preflight.price < 0:
+    raise ConfigError(f"config.preflight.price={config.preflight.price} is negative; give dollars a chip-hour, or 0")
+
+
+def longest_rows(config, section: str = "train") -> RowShape:
+  """The row shape of training that takes most memory, that of Stage 1 with `section` "sft"."""
+  return max(row_shapes(config[section], config.mesh.data * config.mesh.fsdp), key=lambda shape: shape.length)
 
 
 def work_of(config) -> Work:
@@ -78,12 +89,17 @@ def work_of(config) -> Work:
   )
 
 
+def capacity_of(config) -> int:
+  """Tokens of a slot: a conversation's, or a request for a skill and its answer."""
+  return max(config.rollout.capacity, config.analysis.max_prompt + config.analysis.max_response)
+
+
 def training_of(config) -> Training:
   """All else that decides what is compiled."""
   c = config
   method, loss, model = methods.get(c.method), loss_config(c), preset_model(c)
   chain = optimizer.make_optimizer(optimizer_config(c.train.optimizer), c.train.iterations * c.train.minibatches)
-  capacity = max(c.rollout.capacity, c.analysis.max_prompt + c.analysis.max_response)
+  capacity = capacity_of(c)
   return Training(
     scoring=learn.Scoring(model, method, loss, c.train.rescore),
     step=update.make_update(model, update.MethodLoss(method, loss), chain, temperature=loss.temperature),
@@ -113,8 +129,8 @@ def candidates(plan: Plan, work: Work, capacity: int) -> list[Plan]:
   for remat, r, tp in itertools.product(REMAT, rows, _actor_tps(plan, plan.slice)):
     for slots in _halves(max(plan.slots // (host // tp), 1)):
       model = dataclasses.replace(plan.model, remat=remat)
-      out.append(dataclasses.replace(plan, model=model, rows=r, actor_tp=tp, slots=slots * (host // tp)))
-  out = [p for p in out if p != plan and roofline.estimate(p, work, capacity) <= plan.slice.chip.hbm]
+      out.append(dataclasses.replace(with_actors(plan, tp), model=model, rows=r, slots=slots * (host // tp)))
+  out = [p for p in out if p != plan and roofline.fits(p, work, capacity, spare=0.0)]
   return sorted(out, key=lambda p: seconds(p, work))
 
 
@@ -122,6 +138,11 @@ def _actor_tps(plan, slice_):
   """Chips that a copy of the weights may lie over, the plan's or more: they divide a host and the key/value heads."""
   more = (n for n in (1, 2, 4, 8) if slice_.host_chips % n == 0 and plan.model.num_kv_heads % n == 0)
   return sorted({n for n in more if n > plan.actor_tp} | {min(plan.actor_tp, slice_.host_chips)})
+
+
+def with_actors(plan: Plan, tp: int) -> Plan:
+  """The same plan with a copy of the weights over `tp` chips, or as it is where they lie over so many already."""
+  return plan if tp == plan.actor_tp else dataclasses.replace(plan, actor_tp=tp, actor_fsdp=1, own_copy=True)
 
 
 def _halves(n: int) -> list[int]:
@@ -148,13 +169,12 @@ def retrained(training: Training, plan: Plan) -> Training:
 
 def settings(plan: Plan, other: Plan) -> list[str]:
   """What to write on the command line to get from one plan to the other."""
-  host, hosts = plan.slice.host_chips, plan.slice.hosts
+  hosts = plan.slice.hosts
   changed = {
     "model.remat": (plan.model.remat, other.model.remat),
     "train.micro_tokens": (plan.rows * plan.row_length, other.rows * plan.row_length),
     "rollout.slots": (plan.slots * hosts, other.slots * hosts),
-    "actor_mesh.tp": (plan.actor_tp, other.actor_tp),
-    "actor_mesh.data": (host // plan.actor_tp, host // other.actor_tp),
+    **{f"actor_mesh.{axis}": (plan.actor_shape.get(axis), size) for axis, size in other.actor_shape.items()},
   }
   return [f"--config.{name}={new}" for name, (old, new) in changed.items() if new != old]
 
@@ -170,35 +190,54 @@ def slices(plan: Plan) -> list[Slice]:
 
 
 def on_slice(plan: Plan, slice_: Slice) -> Plan:
-  """The plan on another slice of the same chip: as many rows and slots a chip, `fsdp` as wide as it gets."""
+  """The plan on another slice of the same chip: as many rows and slots a chip, `fsdp` as wide as it gets. Every row
+  shard of a host has a slot at the least. On its own slice the plan is what it was.
+  """
+  if slice_ == plan.slice:
+    return plan
   fsdp = slice_.chips // (plan.data * plan.tp)
-  rows = plan.rows // plan.row_chips * plan.data * fsdp
-  slots = max(plan.slots // plan.slice.host_chips, 1) * slice_.host_chips
-  return dataclasses.replace(plan, slice=slice_, fsdp=fsdp, rows=rows, slots=slots, update_received=0.0)
+  rows, sft_rows = (n // plan.row_chips * plan.data * fsdp for n in (plan.rows, plan.sft_rows))
+  actor, copies = dict(actor_fsdp=fsdp), fsdp * plan.data  # of one host, on the learner's mesh
+  if plan.own_copy or slice_.hosts > 1:
+    tp = math.gcd(plan.actor_tp, slice_.host_chips)
+    inner = math.gcd(plan.actor_fsdp, slice_.host_chips // tp) if plan.own_copy else 1
+    actor, copies = dict(actor_fsdp=inner, actor_tp=tp, own_copy=True), slice_.host_chips // tp
+  slots = max(plan.slots * slice_.host_chips // (plan.slice.host_chips * copies), 1) * copies
+  sizes = dict(rows=rows, sft_rows=sft_rows, slots=slots)
+  return dataclasses.replace(plan, slice=slice_, fsdp=fsdp, update_received=0.0, **sizes, **actor)
 
 
-def fewest_chips(plan: Plan, work: Work, capacity: int) -> Slice | None:
-  """The smallest slice of the same chip that, by the estimate, holds the model with full remat, one row a shard and one
-  slot for every copy of the weights.
+def fewest_chips(plan: Plan, work: Work, capacity: int, *, least: int = 0) -> Slice | None:
+  """The smallest slice of the same chip, of `least` chips or more, that by the estimate holds the model with full
+  remat, one row a shard and one slot for every copy of the weights, and leaves `roofline.SPARE` of its memory free.
   """
   model = dataclasses.replace(plan.model, remat="full")
+  one = dict(model=model, rows=plan.row_chips, sft_rows=plan.row_chips if plan.sft_rows else 0)
   for slice_ in slices(plan):
-    least = on_slice(dataclasses.replace(plan, model=model, rows=plan.row_chips), slice_)
+    smallest = on_slice(dataclasses.replace(plan, **one), slice_)
     for tp in _actor_tps(plan, slice_):
-      small = dataclasses.replace(least, slots=slice_.host_chips // tp, actor_tp=tp)
-      if roofline.estimate(small, work, capacity) <= slice_.chip.hbm:
+      small = dataclasses.replace(with_actors(smallest, tp), slots=slice_.host_chips // tp)
+      if slice_.chips >= least and roofline.fits(small, work, capacity):
         return slice_
   return None
 
 
-def scaling(plan: Plan, work: Work, *, least: int = 16, most: int = 512) -> Iterator[dict]:
-  """The same plan on slices of `least` to `most` chips, nothing compiled: as many episodes a chip (weak scaling), and
-  the same episodes on all (strong scaling).
+def fitted(plan: Plan, work: Work, capacity: int) -> Plan | None:
+  """The plan, or, where it leaves too little free by the estimate, that with the fastest policy of remat that does."""
+  others = (dataclasses.replace(plan, model=dataclasses.replace(plan.model, remat=remat)) for remat in REMAT)
+  kept = lambda p: roofline.kept_bytes(p.model, 1)  # noqa: E731
+  less = sorted((p for p in others if kept(p) < kept(plan)), key=kept, reverse=True)
+  return next((p for p in (plan, *less) if roofline.fits(p, work, capacity)), None)
+
+
+def scaling(plan: Plan, work: Work, capacity: int, *, least: int = 16, most: int = 512) -> Iterator[dict]:
+  """The same plan on the slices of `least` to `most` chips that hold it (`fitted`), nothing compiled: as many episodes
+  a chip (weak scaling), and the same episodes on all (strong scaling). Its own slice is as it is planned.
   """
   for slice_ in slices(plan):
-    if not least <= slice_.chips <= most:
+    other = plan if slice_ == plan.slice else fitted(on_slice(plan, slice_), work, capacity)
+    if other is None or not least <= slice_.chips <= most:
       continue
-    other = on_slice(plan, slice_)
     more = dataclasses.replace(work, episodes=max(work.episodes * slice_.chips // plan.slice.chips, 1))
     phases = roofline.iteration(other, more)
     learning = next(phase for phase in phases if phase.name == "update")

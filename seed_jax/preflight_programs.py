@@ -11,10 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from seed_jax import batching, decode, learn, score, sharding, topologies, update
+from seed_jax import actors, batching, decode, learn, score, sharding, topologies, update
 from seed_jax.batching import RowShape
 from seed_jax.engine import prefill_widths
 from seed_jax.models import decoder
@@ -46,26 +46,30 @@ def learner_mesh(plan: Plan) -> Mesh:
   return sharding.make_mesh(plan.data, plan.fsdp, plan.tp, devices=topologies.devices(plan.slice))
 
 
-def actor_mesh(plan: Plan) -> Mesh:
-  """The mesh of one host's chips, on which it plays: rows over copies of the weights, heads over `tp`."""
-  host = plan.slice.host()
-  return sharding.make_mesh(host.chips // plan.actor_tp, 1, plan.actor_tp, devices=topologies.devices(host))
+def actor_mesh(plan: Plan, learner: Mesh) -> Mesh:
+  """The mesh on which the first host plays, of the learner's devices as the run makes it of them."""
+  return actors.actor_mesh(learner, plan.actor_shape, num_hosts=plan.slice.hosts)
 
 
 def programs(plan: Plan, training: Training) -> dict[str, Callable[[], jax.stages.Lowered]]:
-  """name -> a call that lowers it: score, update (the gradients of a mini-batch), optimizer, prefill, decode, reshard,
-  and grow where slots grow.
+  """name -> a call that lowers it: score, update (the gradients of a mini-batch), optimizer, prefill, decode; cast and
+  place where actors have a copy of the weights; grow where slots grow.
   """
-  learner, actor = learner_mesh(plan), actor_mesh(plan)
-  grow = {"grow": lambda: lower_grow(plan, training, actor)} if training.smaller else {}
+  learner = learner_mesh(plan)
+  actor = actor_mesh(plan, learner)
+  more = {}
+  if actor is not learner:
+    more["cast"] = lambda: lower_cast(plan, learner)
+    more["place"] = lambda: lower_place(plan, learner, actor)
+  if training.smaller:
+    more["grow"] = lambda: lower_grow(plan, training, actor)
   return {
     "score": lambda: lower_score(plan, training, learner),
     "update": lambda: lower_update(plan, training, learner)["gradients"],
     "optimizer": lambda: lower_update(plan, training, learner)["optimizer"],
-    "prefill": lambda: lower_prefill(plan, training, actor),
-    "decode": lambda: lower_decode(plan, training, actor),
-    "reshard": lambda: lower_reshard(plan),
-  } | grow
+    "prefill": lambda: lower_prefill(plan, training, learner, actor),
+    "decode": lambda: lower_decode(plan, training, learner, actor),
+  } | more
 
 
 # ---------------------------------------------------------------- the learner's
@@ -76,7 +80,7 @@ def lower_score(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowere
   else the ordinary one of the reference.
   """
   s = training.scoring
-  params = abstract_params(plan, mesh, jnp.float32)
+  params = abstract_params(plan, mesh)
   batch = abstract_batch(training, mesh)
   options = dict(temperature=s.loss.temperature)
   with jax.set_mesh(mesh):
@@ -90,7 +94,7 @@ def lower_score(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowere
 
 def lower_update(plan: Plan, training: Training, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
   """The gradients of a mini-batch and the optimizer step."""
-  params = abstract_params(plan, mesh, jnp.float32)
+  params = abstract_params(plan, mesh)
   batch = abstract_batch(training, mesh)
   with jax.set_mesh(mesh):
     state = on_mesh(jax.eval_shape(lambda p: update.init_state(p, training.optimizer), params), mesh)
@@ -100,11 +104,14 @@ def lower_update(plan: Plan, training: Training, mesh: Mesh) -> dict[str, jax.st
     return training.step.lower(state, batch.replace(skill=None))
 
 
-def abstract_params(plan: Plan, mesh: Mesh, dtype) -> dict:
-  """Parameters under their stored specs; ValueError where they do not divide over the mesh."""
-  shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), plan.model))
+def abstract_params(plan: Plan, mesh: Mesh) -> dict:
+  """Parameters in float32 under their stored specs; ValueError where they do not divide over the mesh."""
+  return _stored(jax.eval_shape(lambda: decoder.init(jax.random.key(0), plan.model)), mesh)
+
+
+def _stored(shapes, mesh):
   sharding.check_divisible(shapes, mesh)
-  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
   return jax.tree.map(place, shapes, sharding.param_specs(shapes, mesh))
 
 
@@ -129,10 +136,12 @@ def on_mesh(tree, mesh: Mesh):
 # ---------------------------------------------------------------- the actors'
 
 
-def actor_params(plan: Plan, mesh: Mesh) -> dict:
-  """One copy of the weights on a host, bfloat16, as the decode loop reads them (`decoder.for_decode`)."""
-  params = abstract_params(plan, mesh, plan.model.dtype)
-  for name in ("q", "k", "v") if mesh.devices.flat[0].platform == "tpu" else ():
+def actor_params(plan: Plan, learner: Mesh, actor: Mesh) -> dict:
+  """The weights of a host as the decode loop reads them (`decoder.for_decode`): a copy, cast, or the learner's own."""
+  params = abstract_params(plan, learner)
+  if actor is not learner:
+    params = _stored(cast_params(plan, learner), actor)
+  for name in ("q", "k", "v") if actor.devices.flat[0].platform == "tpu" else ():
     leaf = params["layers"][name]
     place = decoder.heads_outside(leaf.sharding)
     params["layers"][name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
@@ -144,10 +153,10 @@ def abstract_cache(plan: Plan, capacity: int, mesh: Mesh):
   return on_mesh(jax.eval_shape(lambda: decoder.init_cache(plan.model, plan.slots, capacity)), mesh)
 
 
-def lower_decode(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+def lower_decode(plan: Plan, training: Training, learner: Mesh, mesh: Mesh) -> jax.stages.Lowered:
   """The sampling loop over all slots of a host."""
   slot, number = _arrays(mesh, plan.slots)
-  params = actor_params(plan, mesh)
+  params = actor_params(plan, learner, mesh)
   with jax.set_mesh(mesh):
     cache = abstract_cache(plan, training.capacity, mesh)
     return decode.generate.lower(
@@ -163,13 +172,13 @@ def lower_decode(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lower
     )
 
 
-def lower_prefill(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered:
+def lower_prefill(plan: Plan, training: Training, learner: Mesh, mesh: Mesh) -> jax.stages.Lowered:
   """The largest piece of prompts that one call reads into some of the slots."""
   T = training.prefill_width
   width = prefill_widths(plan.slots, T, sharding.num_row_shards(mesh), training.prefill_tokens)[1]
   row, number = _arrays(mesh, width)
   whole = width == plan.slots  # all slots in their order: none is taken out
-  params = actor_params(plan, mesh)
+  params = actor_params(plan, learner, mesh)
   with jax.set_mesh(mesh):
     cache = abstract_cache(plan, training.capacity, mesh)
     return decode.prefill.lower(
@@ -193,16 +202,34 @@ def lower_grow(plan: Plan, training: Training, mesh: Mesh) -> jax.stages.Lowered
     return decode.grow.lower(cache, training.capacity)
 
 
-def lower_reshard(plan: Plan) -> jax.stages.Lowered:
-  """From the learner's shards in float32 to one bfloat16 copy on every host, over its `tp` chips."""
-  mesh = learner_mesh(plan)
-  copies = plan.slice.host_chips // plan.actor_tp
-  grid = mesh.devices.reshape(plan.slice.hosts, copies, 1, plan.actor_tp)
-  by_host = Mesh(grid, ("host", *sharding.AXES))
-  params = abstract_params(plan, mesh, jnp.float32)
-  out = jax.tree.map(lambda s: NamedSharding(by_host, sharding.gathered(s)), sharding.param_specs(params, by_host))
-  cast = lambda p: jax.tree.map(lambda x: x.astype(plan.model.dtype), p)  # noqa: E731
-  return jax.jit(cast, out_shardings=out).lower(params)
+# ---------------------------------------------------------------- from the one to the others
+
+
+def lower_cast(plan: Plan, learner: Mesh) -> jax.stages.Lowered:
+  """The learner's shards in the dtype of the layers."""
+  params = abstract_params(plan, learner)
+  with jax.set_mesh(learner):
+    return actors.cast.lower(params, plan.model.dtype)
+
+
+def cast_params(plan: Plan, learner: Mesh) -> dict:
+  """What `cast` gives, as shapes."""
+  return on_mesh(lower_cast(plan, learner).out_info, learner)
+
+
+def lower_place(plan: Plan, learner: Mesh, actor: Mesh) -> jax.stages.Lowered:
+  """The program that `jax.device_put` runs for the largest array on its way to every host's copy: an identity.
+
+  Its devices are in the order of the copies. Here the learner's shards lie on them in that order, too; in a run another
+  chip of the slice has each, which changes neither what is held nor, with data = 1, how much is received.
+  """
+  params = cast_params(plan, learner)
+  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(actors.copies(params, learner, actor)), strict=True)
+  largest, copy = max(pairs, key=lambda pair: pair[0].size)
+  devices = copy.mesh.devices.reshape(learner.devices.shape)
+  turned = Mesh(devices, learner.axis_names, axis_types=(AxisType.Auto,) * 3)
+  shards = jax.ShapeDtypeStruct(largest.shape, largest.dtype, sharding=NamedSharding(turned, largest.sharding.spec))
+  return jax.jit(lambda x: x, out_shardings=copy).lower(shards)
 
 
 def _arrays(mesh: Mesh, count: int):

@@ -13,67 +13,25 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from seed_jax.models.config import ModelConfig
+from seed_jax import ops
+from seed_jax.counts import (
+  computed_again,
+  forward_flops,
+  head_params,
+  kept_bytes,
+  kv_bytes,
+  layer_params,
+  num_params,
+  training_flops,
+)
+from seed_jax.models.config import SAVED, ModelConfig
 from seed_jax.topologies import Slice
 
 MEMORY_SHARE = 0.8  # of an HBM's bandwidth that streaming reads reach (decode of arXiv:2604.15464: 0.86)
 LINK_SHARE = 0.9  # of a link's
 HOP = 1e-6  # seconds that one step of a ring takes, however little it carries
-# What the backward pass computes again, in forward passes, by ModelConfig.remat: matrix products, attention.
-AGAIN = {"none": (0, 0), "dots": (0, 0), "dots_no_batch": (0, 1), "attention_out": (1, 0), "full": (1, 1)}
-# Values kept of a token and layer for the backward pass, bfloat16, as (multiples of D, N H, K H, F).
-KEPT = {
-  "none": (8, 5, 4, 4),
-  "dots": (3, 2, 2, 2),
-  "dots_no_batch": (3, 2, 2, 2),
-  "attention_out": (1, 1, 0, 0),
-  "full": (1, 0, 0, 0),
-}
-
-
-# ---------------------------------------------------------------- counts of a model
-
-
-def layer_params(m: ModelConfig) -> int:
-  """Weights of the matrices of all layers: q, k, v, o, gate, up, down."""
-  attention = m.hidden_size * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
-  return m.num_layers * (attention + 3 * m.hidden_size * m.intermediate_size)
-
-
-def head_params(m: ModelConfig) -> int:
-  """Weights of the output matrix, V D."""
-  return m.vocab_size * m.hidden_size
-
-
-def num_params(m: ModelConfig) -> int:
-  """All weights: matrices, embeddings (once where they are tied), norms, biases."""
-  small = 2 * m.hidden_size
-  small += (m.num_heads + 2 * m.num_kv_heads) * m.head_dim if m.qkv_bias else 0
-  small += 2 * m.head_dim if m.qk_norm else 0
-  tables = 1 if m.tie_embeddings else 2
-  return layer_params(m) + tables * head_params(m) + m.num_layers * small + m.hidden_size
-
-
-def attention_flops(m: ModelConfig, keys: float) -> float:
-  """Of one query token over `keys` keys, in all layers: 2 N H a key for the scores, as many for the mix."""
-  return 4.0 * m.num_layers * m.num_heads * m.head_dim * keys
-
-
-def forward_flops(m: ModelConfig, *, tokens: float, keys: float, logits: float) -> float:
-  """A forward pass over `tokens` tokens, each seeing `keys` keys on average, with logits at `logits` positions."""
-  return tokens * (2.0 * layer_params(m) + attention_flops(m, keys)) + 2.0 * logits * head_params(m)
-
-
-def kv_bytes(m: ModelConfig, size: int = 2) -> int:
-  """Keys and values of one token in all layers."""
-  return 2 * m.num_layers * m.num_kv_heads * m.head_dim * size
-
-
-def kept_bytes(m: ModelConfig, tokens: float, remat: str) -> float:
-  """What a training step keeps for its backward pass of `tokens` tokens of one chip; bfloat16."""
-  d, n, k, f = KEPT[remat]
-  of_layer = d * m.hidden_size + (n * m.num_heads + k * m.num_kv_heads) * m.head_dim + f * m.intermediate_size
-  return 2.0 * tokens * m.num_layers * of_layer
+SPARE = 0.07  # of a chip's memory, what is left free by the estimate wherever a slice is offered
+ATTENTION_BLOCK = 512  # of queries and of keys; on the diagonal a block is computed whole
 
 
 # ---------------------------------------------------------------- what is run, and where
@@ -130,16 +88,28 @@ class Plan:
   responses: int  # of a row: columns for which there are logits
   rows: int  # of a micro-batch, on all chips
   slots: int  # of one host
+  sft_length: int = 0  # of a row in Stage 1; 0: not planned
+  sft_rows: int = 0  # of a micro-batch there, on all chips
   widening: float = 1.0  # length of a row in the skill context, where scored in pairs of both, over row_length
   gather_bytes: int = 2  # of a weight that `fsdp` gathers: 2 where it is cast before, 4 where after
   gradient_bytes: int = 2  # of a weight's gradient that is summed and scattered over `fsdp`, see `ops.product`
   moment_bytes: int = 4
+  actor_fsdp: int = 1
+  own_copy: bool = True  # of the weights, in bfloat16, for actors; else they read the learner's
   update_received: float = 0.0  # bytes that a chip receives for a micro-batch's gradients, where a compiler has told
 
   @property
   def row_chips(self) -> int:
     """Row shards of the learner's mesh."""
     return self.data * self.fsdp
+
+  @property
+  def actor_shape(self) -> dict[str, int]:
+    """Sizes of a host's mesh, as config.actor_mesh has them; none where actors play on the learner's."""
+    if not self.own_copy:
+      return {}
+    data = self.slice.host_chips // (self.actor_fsdp * self.actor_tp)
+    return dict(data=data, fsdp=self.actor_fsdp, tp=self.actor_tp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,31 +167,34 @@ def learner_pass(plan: Plan, *, train: bool) -> Phase:
   micro_tokens, logits = plan.rows * plan.row_length, plan.rows * plan.responses
   flops, bandwidth, network = _rate(plan)
   chips = plan.row_chips * plan.tp
-  keys = plan.row_length / 2
-  forward = forward_flops(m, tokens=micro_tokens, keys=keys, logits=logits)
-  again = AGAIN[m.remat] if train else (0, 0)
-  attention = micro_tokens * attention_flops(m, keys)
-  matrices = forward - attention
-  done = forward * (3 if train else 1) + again[0] * matrices + again[1] * attention
-  passes = 2 + (again[0] or again[1]) if train else 1  # that read the weights
+  counts = dict(tokens=micro_tokens, keys=plan.row_length / 2, logits=logits)
+  forward = forward_flops(m, **counts)
+  counts["keys"] += min(ATTENTION_BLOCK, plan.row_length) / 2
+  done = training_flops(m, **counts) if train else forward_flops(m, **counts)
+  again = computed_again(m)[0] / layer_params(m) if train else 0.0
+  passes = 2 + again if train else 1  # that read the weights
   weights = num_params(m)
   local = micro_tokens / plan.row_chips
   # of a token and layer: what the products and norms read and write, twice of it backwards
   touched = 2.0 * m.num_layers * local * (10 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
-  memory = passes * (plan.gather_bytes + 2) * weights / plan.tp + touched * (3 + max(again) if train else 1)
+  memory = passes * (plan.gather_bytes + 2) * weights / plan.tp + touched * (3 + again if train else 1)
   gathered = (2 if train else 1) * plan.gather_bytes * weights / plan.tp * _ring(plan.fsdp)
   if train:
     memory += 3 * 4 * weights / (plan.fsdp * plan.tp)  # the sum of gradients
     gathered += plan.gradient_bytes * weights / plan.tp * _ring(plan.fsdp)
     gathered += 2 * plan.gradient_bytes * weights / (plan.tp * plan.fsdp) * _ring(plan.data)
-  # two sums over tp a layer, of [T, D], in bfloat16, each a scatter and a gather
-  summed = 2 * m.num_layers * 2 * 2 * local * m.hidden_size * _ring(plan.tp) * (passes + 1 if train else 1)
-  collectives = m.num_layers * ((passes + 1) * (plan.fsdp > 1) + 2 * passes * (plan.tp > 1))
+  # Sums over tp, of [T, D] in bfloat16, each a scatter and a gather. In a layer two forward, behind "o" and "down", two
+  # backward, of the gradients of what q, k, v and gate, up read, and that behind "o" again where it is not kept.
+  sums = 2 * (2 if train else 1) + (train and m.remat != "none" and "attention_sum" not in SAVED[m.remat])
+  summed = sums * m.num_layers * 2 * 2 * local * m.hidden_size * _ring(plan.tp)
+  # Two chips of a pair share one link, and what goes over it holds up as much as the other links would carry.
+  detour = summed * (max(s.links, 1) / max(min(s.links, plan.tp - 1), 1) - 1)
+  collectives = m.num_layers * ((3 if train else 1) * (plan.fsdp > 1) + sums * (plan.tp > 1))
   return Phase(
     "update" if train else "score",
     compute=done / chips / flops,
     memory=memory / bandwidth,
-    transfer=(plan.update_received if train and plan.update_received else gathered + summed) / network,
+    transfer=((plan.update_received if train and plan.update_received else gathered + summed) + detour) / network,
     latency=collectives * math.sqrt(s.chips) * HOP,
     useful=forward * (3 if train else 1),
   )
@@ -260,12 +233,33 @@ def _over_samples(plan, work, *, train):
   return dataclasses.replace(phase, useful=forward * (3 if train else 1))
 
 
-def reshard_phase(plan: Plan) -> Phase:
-  """One copy of the weights, bfloat16, on every host, over its `actor_tp` chips."""
-  weights = 2 * num_params(plan.model)
+def cast_bytes(plan: Plan) -> float:
+  """A chip's share of the weights in bfloat16."""
+  return 2 * num_params(plan.model) / (plan.fsdp * plan.tp)
+
+
+def copy_phases(plan: Plan) -> list[Phase]:
+  """The actors' copy of the weights, where they have their own, in bfloat16: a chip casts its share, receives what the
+  others have, and keeps its part.
+
+  The TPU compiler gathers the shards of an array over `fsdp`. With a `tp` of the learner's that is not the actors' it
+  sums the whole array over all chips instead, each of which has its shard and zeros: twice as much.
+  """
+  if not plan.own_copy:
+    return []
   _, bandwidth, network = _rate(plan)
-  mine = weights / plan.actor_tp
-  return Phase("reshard", memory=2 * mine / bandwidth, transfer=mine * _ring(plan.slice.chips) / network)
+  weights = 2 * num_params(plan.model)
+  kept = weights / (plan.actor_fsdp * plan.actor_tp)
+  if plan.tp in (1, plan.actor_tp):
+    whole = weights / plan.tp
+    received = whole * _ring(plan.fsdp)
+  else:
+    whole = weights
+    received = 2 * whole * _ring(plan.fsdp * plan.tp)
+  return [
+    Phase("cast", memory=3 * cast_bytes(plan) / bandwidth),  # 4 bytes read, 2 written
+    Phase("place", memory=(whole + 2 * kept) / bandwidth, transfer=received / network),
+  ]
 
 
 def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
@@ -276,7 +270,7 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
   m, s = plan.model, plan.slice
   flops, bandwidth, network = _rate(plan)
   chips, hosts = s.host_chips, s.hosts
-  tp, data = plan.actor_tp, s.host_chips // plan.actor_tp
+  tp, data = plan.actor_tp, s.host_chips // plan.actor_tp  # rows lie over `data` and `fsdp` alike
   episodes = math.ceil(work.episodes / hosts)
   waves = math.ceil(episodes / plan.slots)
   slots = min(episodes, plan.slots) / data  # of one copy of the weights
@@ -285,13 +279,16 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
   context = work.prompt + work.response / 2 if work.window else (work.prompt + work.response) * work.turns / 2
 
   read = forward_flops(m, tokens=episodes * requests, keys=context / 2, logits=episodes * work.turns)
-  weights = 2 * (layer_params(m) + head_params(m)) / tp
+  of_chip = 2 * (layer_params(m) + head_params(m)) / tp  # with `fsdp`, layer by layer
+  gathered = of_chip * _ring(plan.actor_fsdp)
+  weights = of_chip if plan.own_copy or plan.actor_fsdp > 1 else 2 * of_chip  # the learner's are float32
   calls = waves * work.turns * 4  # prompts arrive in pieces
   prefill = Phase(
     "prefill",
     compute=read / chips / flops,
     memory=calls * weights / bandwidth,
-    transfer=2 * m.num_layers * 2 * 2 * episodes * requests / data * m.hidden_size * _ring(tp) / network,
+    transfer=(2 * m.num_layers * 2 * 2 * episodes * requests / data * m.hidden_size * _ring(tp) + calls * gathered)
+    / network,
     useful=read * hosts,
   )
   steps = waves * sampled
@@ -300,7 +297,7 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
     "decode",
     compute=steps * one / tp / flops,
     memory=steps * (weights + slots * context * kv_bytes(m) / min(tp, m.num_kv_heads)) / bandwidth,
-    transfer=steps * 2 * m.num_layers * 2 * 2 * slots * m.hidden_size * _ring(tp) / network,
+    transfer=steps * (2 * m.num_layers * 2 * 2 * slots * m.hidden_size * _ring(tp) + gathered) / network,
     latency=steps * 2 * m.num_layers * 2 * (tp - 1) * HOP,
     useful=steps * one * data * hosts,
   )
@@ -311,7 +308,7 @@ def rollout_phases(plan: Plan, work: Work) -> list[Phase]:
 def iteration(plan: Plan, work: Work) -> list[Phase]:
   """All phases of an iteration, in their order."""
   learner = (score_phase(plan, work), update_phase(plan, work), optimizer_phase(plan, work))
-  return [*rollout_phases(plan, work), *learner, reshard_phase(plan)]
+  return [*rollout_phases(plan, work), *learner, *copy_phases(plan)]
 
 
 # ---------------------------------------------------------------- memory, roughly
@@ -319,7 +316,7 @@ def iteration(plan: Plan, work: Work) -> list[Phase]:
 
 def resident_bytes(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
   """What lies in a chip's memory through the whole iteration: parameters in float32 and both moments, the reference,
-  the actors' copy in bfloat16, and their cache of slots of `capacity` tokens.
+  the actors' copy in bfloat16, if they have one, and their cache of slots of `capacity` tokens.
   """
   m = plan.model
   shard = num_params(m) / (plan.fsdp * plan.tp)
@@ -328,26 +325,44 @@ def resident_bytes(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
     "params": 4 * shard,
     "moments": 2 * plan.moment_bytes * shard,
     "reference": 4 * shard if work.reference else 0.0,
-    "actor": 2 * num_params(m) / plan.actor_tp,
+    "actor": 2 * num_params(m) / (plan.actor_fsdp * plan.actor_tp) if plan.own_copy else 0.0,
     "cache": slots * capacity * kv_bytes(m) / min(plan.actor_tp, m.num_kv_heads),
   }
 
 
 def update_bytes(plan: Plan) -> float:
-  """What the gradients of a micro-batch take of a chip besides the parameters, roughly: their sum, what the backward
-  pass keeps, two gathered layers and their gradients, the table and its gradient, and a layer's work.
+  """What the gradients of a micro-batch take of a chip besides the parameters, roughly: their sum and those of the
+  micro-batch, in float32, what the backward pass keeps, and the larger of two things that are never there together: the
+  head as it is gathered, its gradient in float32 and the logits of a chunk; and one layer's work, its weights and
+  their gradients.
 
-  It orders candidates and leaves the hopeless ones out; whether one fits, the compiler says.
+  What the compiler says of updates of 7B on v6e:4x4 and v5p:4x4x4 and of 3B on v5e:4x4 is up to 0.65 GiB less
+  (tests/roofline_test.py).
   """
-  m = plan.model
+  m, tp = plan.model, plan.tp
   tokens = plan.rows * plan.row_length / plan.row_chips
-  gradients = 4 * num_params(m) / (plan.fsdp * plan.tp)
-  layer = layer_params(m) / m.num_layers * (2 + plan.gather_bytes) / plan.tp
-  table = head_params(m) * (4 + plan.gradient_bytes + plan.gather_bytes) / plan.tp  # gathered; its gradient; as sent
-  work = 2.0 * tokens * (8 * m.hidden_size + 6 * m.intermediate_size / plan.tp)
-  return gradients + kept_bytes(m, tokens, m.remat) / plan.tp + 2 * layer + table + work
+  gradients = 8 * num_params(m) / (plan.fsdp * tp)
+  head = head_params(m) * (plan.gather_bytes + 4) / tp + 3 * 4 * ops.CHUNK_LOGITS
+  layer = layer_params(m) / m.num_layers * (plan.gather_bytes + plan.gradient_bytes) / tp
+  wide = 16 * m.intermediate_size + 16 * m.num_heads * m.head_dim
+  work = tokens * (wide / tp + 16 * m.hidden_size) + layer
+  return gradients + kept_bytes(m, tokens, tp) + max(head, work)
 
 
-def estimate(plan: Plan, work: Work, capacity: int) -> float:
-  """Bytes of a chip while the policy is updated, roughly, with 7 % that should be left."""
-  return (sum(resident_bytes(plan, work, capacity).values()) + update_bytes(plan)) * 1.07
+def memory(plan: Plan, work: Work, capacity: int) -> dict[str, float]:
+  """Bytes of a chip while the policy is updated, roughly, by part, in the stage that takes more: Stage 2, or, where the
+  plan has rows of Stage 1, that one, whose reference is the policy that it began with, and which has no actors.
+  """
+  held = resident_bytes(plan, work, capacity)
+  stage_2 = held | {"update": update_bytes(plan)}
+  if not plan.sft_rows:
+    return stage_2
+  rows = dataclasses.replace(plan, row_length=plan.sft_length, rows=plan.sft_rows)
+  learner = {name: held[name] for name in ("params", "moments")}
+  stage_1 = learner | {"reference": held["params"], "update": update_bytes(rows)}
+  return max(stage_2, stage_1, key=lambda parts: sum(parts.values()))
+
+
+def fits(plan: Plan, work: Work, capacity: int, *, spare: float = SPARE) -> bool:
+  """Whether `memory` leaves so large a share of a chip's free. With `SPARE`: whether the slice is offered at all."""
+  return sum(memory(plan, work, capacity).values()) <= (1 - spare) * plan.slice.chip.hbm

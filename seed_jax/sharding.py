@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,7 +46,9 @@ def make_mesh(data: int = 1, fsdp: int = 1, tp: int = 1, devices: Sequence[jax.D
   devices = jax.devices() if devices is None else list(devices)
   if len(devices) < need:
     raise ValueError(f"mesh {data}x{fsdp}x{tp} (data, fsdp, tp) needs {need} devices; this job has {len(devices)}")
-  return jax.make_mesh((data, fsdp, tp), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:need])
+  # jax.make_mesh refuses meshes for which an axis of the slice must be split: 8x2 on v6e:4x4, 64x2 on v5p:4x4x8.
+  grid = mesh_utils.create_device_mesh((data, fsdp, tp), devices[:need], allow_split_physical_axes=True)
+  return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * 3)
 
 
 @contextlib.contextmanager

@@ -78,11 +78,6 @@ class Slice:
     closed = (lambda n: n == 16) if len(self.shape) == 2 else (lambda n: all(m % 4 == 0 for m in self.shape))
     return sum(2 if closed(n) else 1 for n in self.shape if n > 1)
 
-  def host(self) -> Slice:
-    """The part of the slice that one host holds."""
-    flat = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
-    return Slice(self.chip, flat[self.host_chips] if len(self.shape) == 2 else (2, 2, 1))
-
 
 def parse(name: str) -> Slice:
   """The slice of that name; ValueError lists the known ones."""
@@ -91,12 +86,6 @@ def parse(name: str) -> Slice:
     known = "; ".join(f"{c.name}:{{{','.join(c.shapes)}}}" for c in CHIPS.values())
     raise ValueError(f"the topology {name!r} is unknown; there are {known}")
   return Slice(CHIPS[chip], tuple(map(int, shape.split("x"))))
-
-
-def larger(slice_: Slice) -> list[Slice]:
-  """Slices of the same chip with more chips, smallest first."""
-  every = [parse(f"{slice_.chip.name}:{shape}") for shape in slice_.chip.shapes]
-  return sorted((s for s in every if s.chips > slice_.chips), key=lambda s: s.chips)
 
 
 def compile_only(*, needed: bool = True) -> None:
@@ -118,8 +107,8 @@ def devices(slice_: Slice) -> list[jax.Device]:
   from jax.experimental import topologies
 
   options = {}
-  if slice_.chips == 1:
-    options["chips_per_host_bounds"] = (1, 1, 1)
+  if slice_.host_chips != 4:  # one chip or eight; by itself the compiler takes four for a host
+    options["chips_per_host_bounds"] = (*slice_.shape, 1)
   if slice_.chip.name == "v4":
     options["chip_config_name"] = "megacore"  # both cores of a chip are one device
   found = topologies.get_topology_desc(platform="tpu", topology_name=slice_.name, **options).devices

@@ -16,7 +16,7 @@ ORDER = """
   ground: liveness hosts sharding actors ops flash_decode attention
   models: models.config models.presets models.decoder models.vision models.hf_names models.gguf_file
   models: models.hf_files models.hf_shards models.hf
-  models: topologies roofline
+  models: topologies counts roofline
   inference: decode requests slots engine score
   records: progress metrics preemption profiling intervals across_seeds records
   learning: optimizer update checkpoint checkpoint_params

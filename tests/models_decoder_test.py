@@ -127,9 +127,21 @@ def test_what_is_computed_again_is_the_same_and_takes_less_memory(stored, remat,
     assert memory < 0.8 * stored[1], (memory, stored[1])
 
 
+@pytest.mark.parametrize("remat", decoder.POLICIES)
+def test_gradients_over_a_mesh_are_those_without_remat(remat):
+  """Biases, heads over `tp` that are held twice, gathered weights: all that a policy names lies sharded."""
+  model = dataclasses.replace(CONFIG, architecture="Qwen2ForCausalLM", qkv_bias=True, qk_norm=False, num_kv_heads=1)
+  found = []
+  for name in ("none", remat):
+    config, mesh = dataclasses.replace(model, scan_layers=True, remat=name), sharding.make_mesh(1, 2, 2)
+    with jax.set_mesh(mesh):
+      found.append(jax.jit(jax.grad(packed_loss), static_argnums=2)(*on(mesh, config), config))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *found)
+
+
 def test_an_unknown_policy_is_refused():
   assert set(decoder.POLICIES) == set(REMAT) - {"none"}
-  with pytest.raises(ValueError, match="remat 'everything' is not a policy; choose one of none, full, dots"):
+  with pytest.raises(ValueError, match="remat 'everything' is not a policy; choose one of none, full, attention_out, "):
     dataclasses.replace(CONFIG, remat="everything")
 
 

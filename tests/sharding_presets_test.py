@@ -5,6 +5,7 @@ Shapes: M micro-batches, B rows, T tokens of a row, R response tokens of a row, 
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from configs import alfworld, tpu
-from seed_jax import batching, decode, methods, run, score, sharding, update
+from seed_jax import batching, decode, methods, run, score, sharding, topologies, update
 from seed_jax.models import decoder
 from seed_jax.optimizer import make_optimizer
 from seed_jax.requests import COORDINATES
@@ -83,18 +84,17 @@ def actors():
 
 
 def slots_of_a_host(c, topology):
-  chips = tpu.parse(topology)[1]
-  return c.rollout.slots * c.actor_mesh.data * c.actor_mesh.tp // chips
+  return c.rollout.slots // topologies.parse(topology).hosts
 
 
 @pytest.mark.parametrize("model, topology", tpu.shipped(), ids=map(",".join, tpu.shipped()))
 def test_parameters_and_rows_divide_and_moments_lie_as_their_parameters(model, topology):
   c = alfworld.get_config(f"{model},{topology}")
   mesh, shape = mesh_of(c.mesh), run.preset_model(c)
-  assert mesh.size == tpu.parse(topology)[1]
+  assert mesh.size == topologies.parse(topology).chips
   params = placed(mesh, shape, jnp.float32)
   (row,) = run.row_shapes(c.train, sharding.num_row_shards(mesh))
-  assert row.rows == sharding.num_row_shards(mesh)
+  assert row.rows % sharding.num_row_shards(mesh) == 0 and row.rows <= max(64, sharding.num_row_shards(mesh))
   assert row.holds(longest_sample(c))
   placed(mesh_of(c.actor_mesh), shape, jnp.bfloat16)
   assert slots_of_a_host(c, topology) % c.actor_mesh.data == 0
@@ -107,6 +107,33 @@ def test_parameters_and_rows_divide_and_moments_lie_as_their_parameters(model, t
   assert [x.shape for x in moments] == shapes * 2  # both moments
   assert [x.sharding.spec for x in moments] == [x.sharding.spec for x in jax.tree.leaves(params)] * 2
   assert {x.dtype.name for x in moments} == {c.train.optimizer.moment_dtype}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """What a mesh asks a chip of a slice for."""
+
+  id: int
+  coords: tuple[int, int, int]
+  device_kind: str
+  platform: str = "tpu"
+  core_on_chip: int = 0
+  process_index: int = 0
+
+
+def devices_of(topology):
+  shape = topologies.parse(topology).shape
+  grid = sorted(itertools.product(*map(range, (*shape, 1)[:3])), key=lambda at: at[::-1])
+  kind = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}[topology.partition(":")[0]]
+  return [Device(i, at, kind) for i, at in enumerate(grid)]
+
+
+@pytest.mark.parametrize("model, topology", learners(), ids=map(",".join, learners()))
+def test_the_learners_mesh_lies_on_its_slice(model, topology):
+  """Also where an axis of the slice must be split for it: 64 x 2 chips on 4x4x8."""
+  m = alfworld.get_config(f"{model},{topology}").mesh
+  mesh = sharding.make_mesh(m.data, m.fsdp, m.tp, devices=devices_of(topology))
+  assert mesh.devices.shape == (m.data, m.fsdp, m.tp)
 
 
 def longest_sample(c):

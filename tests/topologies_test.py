@@ -1,12 +1,15 @@
 """Slices of TPUs by name."""
 
 import importlib.util
+import pathlib
 import re
+import subprocess
 
 import pytest
 
-from configs import tpu
 from seed_jax import topologies
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch" / "tpu_lib.sh"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,7 @@ from seed_jax import topologies
 def test_a_slice_has_so_many_chips_hosts_and_links(name, chips, hosts, links):
   slice_ = topologies.parse(name)
   assert (slice_.name, slice_.chips, slice_.hosts, slice_.links) == (name, chips, hosts, links)
-  assert slice_.host().chips == slice_.host_chips == chips // hosts
+  assert slice_.host_chips == chips // hosts
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v5litepod-16", "v9:2x2", "v5e:3x3", "v5p:4x4", "", "v5e"])
@@ -34,10 +37,26 @@ def test_an_unknown_topology_is_refused_with_the_known_ones(name):
     topologies.parse(name)
 
 
-def test_the_shipped_configs_name_these_slices_and_this_memory():
-  for name, chip in tpu.CHIPS.items():
-    assert set(chip.slices) <= set(topologies.CHIPS[name].shapes)
-    assert chip.memory == topologies.CHIPS[name].hbm / topologies.GIB
+def told_by_the_launcher(*commands):
+  """Lines that the functions of launch/tpu_lib.sh print."""
+  script = "\n".join(["DRY=", f'. "{LAUNCH}"', *commands])
+  return subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_launcher_has_the_same_slices_hosts_and_chips():
+  """Google counts v4 and v5p in cores, two a chip, and calls v5e v5litepod."""
+  type_of = {"v4": ("v4", 2), "v5e": ("v5litepod", 1), "v5p": ("v5p", 2), "v6e": ("v6e", 1)}
+  assert type_of.keys() == topologies.CHIPS.keys()
+  slices = [topologies.parse(f"{chip.name}:{shape}") for chip in topologies.CHIPS.values() for shape in chip.shapes]
+  told = told_by_the_launcher(*(f'slice {s.name}; echo "$TYPE $CHIPS $WORKERS"' for s in slices))
+  want = []
+  for s in slices:
+    prefix, cores = type_of[s.chip.name]
+    want.append(f"{prefix}-{s.chips * cores} {s.chips} {s.hosts}")
+  assert told == want
+  for chip in topologies.CHIPS.values():  # and no others
+    (line,) = told_by_the_launcher('fail() { echo "$*"; exit 1; }', f"slice {chip.name}:3x3")
+    assert line.endswith(f"{chip.name} comes as {' '.join(chip.shapes)}")
 
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch):

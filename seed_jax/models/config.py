@@ -5,7 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
-REMAT = ("none", "full", "dots", "dots_no_batch", "attention_out")
+# What the backward pass of training finds stored of a layer besides its input, by ModelConfig.remat, under the names
+# that `decoder` and `attention` give it: the products q, k and v before bias, norm and rotation; what attention makes
+# of them, with its log totals; the sum of the layer's input and the attention block; the MLP's first two products.
+# Its last is in no list: only the next layer's input, which is stored, depends on it, so it is never computed again.
+SAVED = {
+  "full": (),
+  "attention_out": ("attention_out",),
+  "attention": ("qkv", "attention_out", "attention_sum"),
+  "attention_gate": ("qkv", "attention_out", "attention_sum", "gate"),
+  "dots_no_batch": ("qkv", "attention_sum", "gate", "up"),
+  "dots": ("qkv", "attention_out", "attention_sum", "gate", "up"),
+}
+REMAT = ("none", *SAVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +47,10 @@ class ModelConfig:
   num_valid_tokens: int | None = None  # the tokenizer's, where the embedding table is padded beyond it
   dtype: str = "float32"  # of the matmuls; norms, softmax and logits stay float32
   scan_layers: bool = False  # lax.scan over layers (accelerators) or an unrolled loop (CPU: 2.4-3x faster decode)
-  # What the backward pass of training finds stored of a layer, and what it computes again. From most memory to least:
-  # "none" (all is stored), "dots" (results of matmuls), "dots_no_batch" (of those with weights), "attention_out" (the
-  # layer's input and the result of attention, which is dear on long rows), "full" (the layer's input alone).
+  # What the backward pass of training finds stored of a layer, and what it computes again, see SAVED. From most memory
+  # to least: "none" (all is stored), "dots" (results of matmuls), "dots_no_batch" (of those with weights),
+  # "attention_gate" (of them all but one of the MLP's), "attention" (but both: a fifth of the memory of "dots"),
+  # "attention_out" (the result of attention alone), "full" (the layer's input alone).
   remat: str = "none"
 
   def __post_init__(self):

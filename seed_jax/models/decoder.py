@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 from seed_jax import attention, ops, sharding
-from seed_jax.models.config import ModelConfig
+from seed_jax.models.config import SAVED, ModelConfig
 
 ROWS = sharding.ROWS[0]
-POLICIES = {
-  "full": jax.checkpoint_policies.nothing_saveable,
-  "dots": jax.checkpoint_policies.dots_saveable,
-  "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "attention_out": jax.checkpoint_policies.save_only_these_names(attention.OUT),
-}  # by ModelConfig.remat; without a cache only
+# By ModelConfig.remat; without a cache only. A layer's values bear the names of `config.SAVED` where they are made.
+POLICIES = {remat: jax.checkpoint_policies.save_only_these_names(*names) for remat, names in SAVED.items()}
 
 
 def init(key: jax.Array, config: ModelConfig) -> dict:
@@ -95,7 +92,7 @@ def forward(
     with jax.named_scope("attention"):
       normed = ops.rms_norm(x, weights["attn_norm"], config.rms_norm_eps)
       out, cache = _attention(normed, weights, specs, angles, positions, segment_ids, cache, index, config)
-      x = x + out
+      x = checkpoint_name(x + out, "attention_sum")
     with jax.named_scope("mlp"):
       x = x + _mlp(ops.rms_norm(x, weights["mlp_norm"], config.rms_norm_eps), weights, specs)
     return x, cache
@@ -231,7 +228,7 @@ def _held_heads(config):
 
 
 def _attention(x, w, specs, angles, positions, segment_ids, cache, layer, config):
-  q = ops.product("btd,dnh->btnh", x, w["q"], specs["q"])
+  q = checkpoint_name(ops.product("btd,dnh->btnh", x, w["q"], specs["q"]), "qkv")
   k, v = (_keys_or_values(x, w, name, specs, config) for name in ("k", "v"))
   if config.qkv_bias:
     q = q + w["q_bias"]
@@ -260,6 +257,7 @@ def _keys_or_values(x, w, name, specs, config):
     whole = jax.sharding.reshard(weight.astype(x.dtype), sharding.gathered(specs[name]))
     out = jnp.einsum("btd,dkh->btkh", x, _repeated(whole, copies))
     bias = None if bias is None else _repeated(bias, copies)
+  out = checkpoint_name(out, "qkv")
   return out if bias is None else out + bias
 
 
@@ -277,6 +275,6 @@ def _mlp(x, w, specs):
   """
   B, T, D = x.shape
   x = jax.lax.reshape(x, (B * T, D), out_sharding=P(ROWS, None))
-  gate, up = (ops.product("md,df->mf", x, w[name], specs[name]) for name in ("gate", "up"))
+  gate, up = (checkpoint_name(ops.product("md,df->mf", x, w[name], specs[name]), name) for name in ("gate", "up"))
   out = ops.product("mf,fd->md", jax.nn.silu(gate) * up, w["down"], specs["down"], P(ROWS, None))
   return jax.lax.reshape(out, (B, T, D), out_sharding=P(ROWS, None, None))
