@@ -55,7 +55,7 @@ def test_the_launcher_has_the_same_slices_hosts_and_chips():
     want.append(f"{prefix}-{s.chips * cores} {s.chips} {s.hosts}")
   assert told == want
   for chip in topologies.CHIPS.values():  # and no others
-    (line,) = told_by_the_launcher('fail() { echo "$*"; exit 1; }', f"slice {chip.name}:3x3")
+    (line,) = told_by_the_launcher('usage_error() { echo "$*"; exit 2; }', f"slice {chip.name}:3x3")
     assert line.endswith(f"{chip.name} comes as {' '.join(chip.shapes)}")
 
 
