@@ -241,7 +241,14 @@ def arm_run(run: Run, arm: Arm, seed: int) -> Run:
   config.update_from_flattened_dict(methods.settings(arm.method))
   _override(config, arm)
   del config.compare
-  return Run(config, folder / arm.folder, plain=run.plain, notice=run.notice)
+  return ArmRun(config, folder / arm.folder, plain=run.plain, notice=run.notice)
+
+
+class ArmRun(Run):
+  """A run whose start lies beside it, wherever the comparison is moved to."""
+
+  def free(self) -> dict:
+    return super().free() | {"start": None}
 
 
 def _is_finished(own: Run) -> bool:

@@ -85,8 +85,11 @@ def percent(value: Any) -> str:
 
 
 def span(low: float, high: float, signed: bool = False) -> str:
-  """An interval of rates as "20–31 %", or of differences as "+12 to +20"."""
-  return f"{100 * low:+.0f} to {100 * high:+.0f}".replace("-", "−") if signed else f"{100 * low:.0f}–{100 * high:.0f} %"
+  """An interval of rates as "20–31 %", or of differences as "+12 to +20", or "−0.4 to +5.6" within 10 points of 0."""
+  if not signed:
+    return f"{100 * low:.0f}–{100 * high:.0f} %"
+  digits = 1 if max(abs(low), abs(high)) < 0.1 else 0
+  return f"{100 * low:+.{digits}f} to {100 * high:+.{digits}f}".replace("-", "−")
 
 
 def duration(seconds: Any) -> str:

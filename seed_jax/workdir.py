@@ -99,13 +99,18 @@ class Workdir:
     if hosts.index() and not path.exists():  # process 0 has written it
       raise ConfigError(f"{self.workdir} is not the same folder on all hosts; name one that all of them see (gs://...)")
     theirs = read_json(path) if path.exists() else {}
-    differences = _differences(ours | FREE, theirs | FREE) if theirs else []
+    free = self.free()
+    differences = _differences(ours | free, theirs | free) if theirs else []
     if differences and (
       hosts.index() or {item.name for item in self.workdir.iterdir()} - {"config.json", "preflight.json", LOCK}
     ):
       shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
       raise ConfigError(f"{self.workdir} belongs to another config ({shown}); choose another --workdir")
     return ours, theirs
+
+  def free(self) -> dict:
+    """The sections and fields of a config that may differ from those of the work directory, each as None."""
+    return FREE
 
   def check(self) -> None:
     """Raises ConfigError or ValueError for a config that cannot be run."""

@@ -315,6 +315,17 @@ def test_results_are_published_under_the_config_that_they_are_of(tmp_path, stage
   assert list(compare.run_compare(renamed)["arms"]) == ["grpo", "grpo3"]
 
 
+def test_a_comparison_that_was_moved_goes_on_where_it_lies_now(tmp_path, stages):
+  own = make(tmp_path)
+  own.open()
+  results = compare.run_compare(own)
+  (tmp_path / "w").rename(tmp_path / "moved")
+  del stages[:]
+  moved = Run(own.config, tmp_path / "moved")
+  moved.open()
+  assert compare.run_compare(moved)["arms"] == results["arms"] and not stages
+
+
 def test_results_of_unfinished_comparisons_name_what_is_there(tmp_path, stages):
   own = make(tmp_path)
   own.open()

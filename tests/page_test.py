@@ -45,6 +45,7 @@ def test_numbers():
   assert (page.percent(0.256), page.percent("x")) == ("25.6 %", "–")
   assert page.span(0.204, 0.31) == "20–31 %"
   assert page.span(-0.02, 0.39, signed=True) == "−2 to +39"
+  assert page.span(-0.004, 0.056, signed=True) == "−0.4 to +5.6"
 
 
 @pytest.mark.parametrize(
