@@ -174,6 +174,8 @@ class Cloud:
       stderr=subprocess.STDOUT,
       text=True,
       start_new_session=True,
+      # a shell ignores Ctrl-C for good where the tests were started in the background
+      preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
   def interrupt(self, process):
