@@ -60,8 +60,8 @@ def trained(folder, start, monkeypatch, method, *options):
   assert cli(folder / "whole", method, *options) == 0
   real, saves = Checkpoints.save, []
 
-  def save(self, step, *arguments):
-    real(self, step, *arguments)
+  def save(self, step, *arguments, **options):
+    real(self, step, *arguments, **options)
     saves.append(step)
     if len(saves) == 2:
       raise RuntimeError("the machine is needed elsewhere")
