@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-import functools
 import gc
 import importlib
 import re
@@ -24,6 +23,7 @@ from ml_collections import ConfigDict
 
 from seed_jax import compare_page, compare_results, hosts, methods
 from seed_jax.curve import panel_tasks
+from seed_jax.fields import at
 from seed_jax.metrics import is_writer, progress, read_rows, say, write_text
 from seed_jax.page import exact_duration
 from seed_jax.run import START_SECTIONS, START_STAGES, ConfigError, Run, process_seed
@@ -129,7 +129,7 @@ def about(run: Run, arms: Sequence[Arm], seeds: Sequence[int], finished: int) ->
 def _unusual(config, common) -> list[str]:
   """What an arm does otherwise than others: FIELD=VALUE of USUAL, and of the section rollout, which its panel has."""
   fields = [*sorted(f"rollout.{name}" for name in common.rollout), *USUAL]
-  values = {field: [functools.reduce(getattr, field.split("."), c) for c in (config, common)] for field in fields}
+  values = {field: [at(c, field) for c in (config, common)] for field in fields}
   return [f"{field}={ours}" for field, (ours, theirs) in values.items() if ours != theirs]
 
 

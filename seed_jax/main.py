@@ -25,6 +25,7 @@ from absl import flags, logging
 
 from seed_jax import preemption
 from seed_jax.errors import AGAIN, UsageError, failed, one_line, raised_by_us
+from seed_jax.fields import at
 
 OPTIONS = ("config", "workdir", "stages", "list", "plain", "resume_from", "topology", "traceback")
 CACHES = ("JAX_COMPILATION_CACHE_DIR", "SEED_JAX_CACHE")
@@ -217,13 +218,6 @@ def check_fields(config, argv: list[str]) -> None:
       last = {name: name.rpartition(".")[2] for name in fields}
       same = [name for name in fields if last[name] == found[1].rpartition(".")[2]]
       raise UsageError(f"the config has no field {found[1]!r}{near(found[1], fields, same)}")
-
-
-def at(config, path: str):
-  """The value of a dotted field."""
-  for name in path.split("."):
-    config = config[name]
-  return config
 
 
 def chosen_stages(asked: list[str], default: tuple[str, ...], extra: tuple[str, ...] = ()) -> list[str]:

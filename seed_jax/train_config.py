@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from envs.protocol import Task
 from seed_jax import credit, instruments, learn, losses, methods
+from seed_jax.fields import at
 from seed_jax.methods import Method
 from seed_jax.score import Context
 from seed_jax.update import Batch, LossConfig, MethodLoss
@@ -48,7 +49,7 @@ def check_train(config) -> None:
   """Raises ConfigError for a config that the stage `train` would refuse. Nothing of the run is needed for it."""
   c, method = config.train, methods.get(config.method)
   for path, least in _AT_LEAST.items():
-    value = functools.reduce(getattr, path.split("."), config)
+    value = at(config, path)
     if value < least:
       raise ConfigError(f"config.{path}={value} must be {least} or more")
   if c.num_tasks < c.tasks_per_iteration:

@@ -23,7 +23,7 @@ ORDER = """
   agent: text_template text_sentencepiece text skills analyzers trajectory library skill_quality retrieval skill_log
   agent: abstraction library_builder skill_sources credit batching token_line learn rollout rollout_metrics
   measures: propositions instruments
-  programs: workdir train_config
+  programs: fields workdir train_config
   programs: run unfinished reward_model regrade replay_buffer supervised curve base collect annotate
   programs: library_stage skill_branch sft train mechanism evaluate
   programs: charts page skill_report report compare_results compare_page compare
